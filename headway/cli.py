@@ -1,0 +1,86 @@
+"""The commands: train, simulate, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway import config as settings
+from headway.types import UserError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _keys_help(sections: tuple[str, ...] | None = None) -> str:
+    """Every key with its type, default and meaning, for the end of a command's help."""
+    lines = ["Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous:"]
+    for key, info in settings.fields():
+        if sections is None or key.split(".")[0] in sections:
+            default = info.get_default(call_default_factory=True)
+            meaning = f" {info.description}" if info.description else ""
+            shown = "" if default is None else f", default {default}"
+            lines.append(f"--{key.replace('_', '-')} ({settings.choices(info.annotation)}{shown}){meaning}")
+    return "\n\n".join(lines)
+
+
+_SIMULATED = ("run", "generate", "schedule", "evaluate", "simulate")
+
+
+def _recipe_first(words: list[str]) -> tuple[Path | None, list[str]]:
+    """A command's own words: a recipe, if the first one is no override, and the overrides."""
+    if words and not words[0].startswith("--"):
+        return Path(words[0]), words[1:]
+    return None, words
+
+
+@app.callback(help="Reinforcement learning for language models, with generation running ahead by a bounded distance.")
+def _commands() -> None: ...
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_keys_help(_SIMULATED), options_metavar="[RECIPE] [OPTIONS]")
+def simulate(
+    context: typer.Context,
+    timeline: Annotated[bool, typer.Option("--timeline", help="draw lanes and trainer as text")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as one JSON object")] = False,
+) -> None:
+    """Run the schedule on virtual time: what a real run would wait for, without running it."""
+    from headway import run
+    from headway.reports import summary, text_timeline
+
+    resolved = settings.resolve(*_recipe_first(context.args))
+    events = run.simulate(resolved.config)
+    figures = summary.summarise(events)
+    if timeline:
+        print(text_timeline.render(summary.timeline(events)))
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        print(summary_line(figures))
+
+
+def summary_line(figures: dict[str, Any]) -> str:
+    return (
+        f"total {figures['total']:g}  lane utilisation {figures['lane_utilization']:.1%}  "
+        f"trainer utilisation {figures['trainer_utilization']:.1%}  throughput {figures['throughput']:.4g}  "
+        f"lag mean {figures['mean_lag']:.3g} max {figures['max_lag']}"
+    )
+
+
+def main() -> None:
+    """Run a command; an error the user can mend is one line on standard error and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        print(f"headway: {error}", file=sys.stderr)
+        sys.exit(2)

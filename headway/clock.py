@@ -1,0 +1,136 @@
+"""One asyncio program on two clocks: the wall, or a loop whose time jumps to the next timer.
+
+Virtual time lives in the event loop, so a program needs no change to be simulated: `asyncio.sleep(3.0)` on a
+`VirtualLoop` costs nothing and moves its clock by exactly 3.0. A virtual program in which every task waits and no
+timer is set raises `Deadlock`, where on the wall it would hang for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """Every task waits and no timer is set."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop without wall time, threads or sockets.
+
+    `time()` is the due time of the latest timer that fired, exactly: it is assigned, never accumulated, so events
+    that are due at one instant stay at one instant. The base loop is told how to run by overriding its private
+    `_run_once`; `tests/test_clock.py` holds that on every supported Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_order = itertools.count()
+        self._idle_callbacks: list[Callable[[], object]] = []
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_idle(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once nothing more can happen at this instant."""
+        self._idle_callbacks.append(callback)
+
+    def call_soon(self, callback, *args, context=None):  # type: ignore[override]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(self, when, callback, *args, context=None):  # type: ignore[override]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._timer_order), timer))
+        return timer
+
+    def call_later(self, delay, callback, *args, context=None):  # type: ignore[override]
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        while not self._stopping:  # type: ignore[attr-defined]
+            self._run_ready()
+            while self._timers and self._timers[0][2].cancelled():
+                heapq.heappop(self._timers)
+            if self._stopping:  # type: ignore[attr-defined]
+                return
+            due_now = self._timers and self._timers[0][0] <= self._now_s
+            if self._idle_callbacks and not due_now:
+                callbacks, self._idle_callbacks = self._idle_callbacks, []
+                for callback in callbacks:
+                    callback()
+            else:
+                self._jump_to_next_timer()
+
+    def _run_ready(self) -> None:
+        ready = self._ready  # type: ignore[attr-defined]
+        while ready:
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _jump_to_next_timer(self) -> None:
+        if not self._timers:
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
+            shown = ", ".join(waiting[:8]) + (" ..." if len(waiting) > 8 else "")
+            raise Deadlock(f"no timer is set and these tasks wait for ever: {shown}")
+        self._now_s = max(self._now_s, self._timers[0][0])
+        while self._timers and self._timers[0][0] <= self._now_s:
+            self._ready.append(heapq.heappop(self._timers)[2])  # type: ignore[attr-defined]
+
+    def run_in_executor(self, executor, func, *args):  # type: ignore[override]
+        raise RuntimeError("threads have no place on virtual time: a stage called run_in_executor")
+
+    def _timer_handle_cancelled(self, handle) -> None:
+        pass
+
+    def _process_events(self, event_list) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+
+class Bell:
+    """`await bell.wait()` resumes once after it rang, when everything else of that instant has happened.
+
+    The virtual loop knows that moment (`call_idle`); on the wall it is the next turn of the loop.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._at_end_of_instant = getattr(loop, "call_idle", loop.call_soon)
+        self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        if not self._rung:
+            self._rung = True
+            if self._waiter:
+                self._at_end_of_instant(self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        if self._rung:
+            self._at_end_of_instant(self._wake)
+        await self._waiter
+        self._rung, self._waiter = False, None
+
+
+def run(program: Coroutine[Any, Any, T], *, virtual: bool = False) -> T:
+    """Run `program` to its end on the wall clock, or on virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
+        return runner.run(program)

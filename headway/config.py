@@ -1,0 +1,381 @@
+"""Every setting of a run: frozen, validated, and told where each value came from.
+
+A run is a TOML recipe plus overrides of any key. An override names a key by its path (`--schedule.run-ahead 2`) or,
+where that is unambiguous, by its last word (`--run-ahead 2`); dash and underscore are the same. An unknown key is an
+error that names the nearest valid one. This module knows names and ranges, no implementation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomlkit
+import tomlkit.items
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from headway.types import UserError
+
+Origin = Literal["default", "recipe", "command line"]
+
+
+def _split_commas(value: Any) -> Any:
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+"""A list in TOML; on the command line, words separated by commas."""
+
+
+def _parse_table(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a table on the command line is JSON, as in '{{\"min_terms\": 2}}' ({error})") from None
+
+
+Parameters = Annotated[dict[str, Any], BeforeValidator(_parse_table)]
+"""A table in TOML; on the command line, a JSON object."""
+
+
+class Section(BaseModel):
+    """A frozen table of settings; a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Run(Section):
+    """Where the run is kept and how long it goes on."""
+
+    name: str = Field("run", description="names the run's folder unless run.out is given")
+    out: str | None = Field(None, description="the run's folder; default runs/NAME-DATE-TIME")
+    seed: int = Field(0, description="root of every random choice of the run")
+    steps: int = Field(100, ge=1, description="train steps, unless the data end before")
+
+
+class Model(Section):
+    """The base policy."""
+
+    path: str | None = Field(
+        None,
+        description="a local Hugging Face folder, a .gguf file, package:NAME for a model a package ships, or a hub id",
+    )
+
+
+class Data(Section):
+    """Where prompts come from."""
+
+    source: str | None = Field(
+        None,
+        description="addition, reasoning_gym:TASK, or a .jsonl file with a prompt (or question) and an answer per line",
+    )
+    params: Parameters = Field(default_factory=dict, description="parameters of a task generator")
+    size: int | None = Field(
+        None, ge=1, description="how many prompts: of a generator (default 10000), or the first of a file"
+    )
+    epochs: int | None = Field(None, ge=1, description="passes over the prompts; default as many as the steps need")
+    shuffle: bool = Field(True, description="a new order in every epoch")
+    template: str = Field("{question}", description="the prompt's text; {question} is replaced")
+    chat: bool = Field(False, description="render through the model's chat template as one user message")
+    system: str | None = Field(None, description="the system message, when chat is on")
+
+
+class Generate(Section):
+    """The generation engine and its sampling. Nothing is taken from the model folder's generation config."""
+
+    lanes: int = Field(16, ge=1, description="rollouts in flight at once")
+    max_new_tokens: int = Field(64, ge=1, description="token budget of a rollout; reaching it is finish 'length'")
+    temperature: float = Field(
+        1.0, ge=0.0, description="of sampling and of every log-prob the trainer computes; 0 is greedy"
+    )
+    end_tokens: Strings | None = Field(None, description="tokens that end a rollout; default the tokenizer's end token")
+    stop: Strings = Field((), description="strings that end a rollout")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default half of the cores")
+
+
+class ScoreSettings(Section):
+    """How answers are graded."""
+
+    scorer: str | None = Field(None, description="number, reasoning_gym, or module:function(text, prompt) -> reward")
+    timeout_s: float = Field(10.0, gt=0, description="after this a grader is ended; the rollout is unscored")
+    max_errors: int = Field(
+        0, ge=0, description="grader errors after which the run stops; those before leave rollouts unscored"
+    )
+    workers: int = Field(1, ge=1, description="processes that run a user's grader")
+
+
+class Prepare(Section):
+    """How rollouts are packed."""
+
+    micro_batch_tokens: int = Field(4096, ge=1, description="token budget of a micro-batch")
+
+
+class ObjectiveSettings(Section):
+    """The loss. Unset values are the objective's own defaults."""
+
+    name: str = Field("grpo", description="an objective of headway.objectives.named")
+    weight_cap: float | None = Field(
+        None, gt=0, description="C of the truncated importance weight against the behaviour log-probs"
+    )
+    reduction: str | None = Field(None, description="how per-token losses become one number")
+
+
+class Train(Section):
+    """The trainer and its optimizer."""
+
+    learning_rate: float = Field(1e-5, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after warm-up"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the trainer's matrix products; master weights and LM head stay float32"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; default half of the cores")
+
+
+class Sync(Section):
+    """How new weights reach the engine."""
+
+    verify: bool = Field(True, description="compare a hash of the weights on both sides after every sync")
+
+
+class Schedule(Section):
+    """How far generation may run ahead of training."""
+
+    batch_size: int = Field(32, ge=1, description="rollouts per train step")
+    group_size: int = Field(1, ge=1, description="rollouts per prompt")
+    run_ahead: float = Field(1.0, ge=0, description="batches that generation may run ahead; 0 is synchronous")
+    max_lag: int | None = Field(None, ge=0, description="rollouts trained with a larger lag are counted")
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Schedule:
+        if self.batch_size % self.group_size:
+            below = self.batch_size // self.group_size * self.group_size
+            nearest = f"{below} or {below + self.group_size}" if below else f"{self.group_size}"
+            raise ValueError(
+                f"batch_size {self.batch_size} is no multiple of group_size {self.group_size}; try batch_size {nearest}"
+            )
+        return self
+
+
+class Evaluate(Section):
+    """Greedy answers to held-out prompts."""
+
+    size: int = Field(0, ge=0, description="held-out prompts; 0 turns evaluation off")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last")
+    source: str | None = Field(
+        None, description="a .jsonl file of held-out prompts; default the training source, kept apart"
+    )
+
+
+class Checkpoint(Section):
+    """What a killed run can be resumed from."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only after the last step")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+
+
+class Report(Section):
+    """What a run leaves for people."""
+
+    rollouts_per_step: int = Field(2, ge=0, description="trained rollouts written out per step")
+
+
+class Simulate(Section):
+    """The doubles of the five verbs on virtual time. Times are in units of your choice."""
+
+    lengths: str = Field(
+        "exponential",
+        description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA, each of mean mean_length",
+    )
+    mean_length: float = Field(1.0, gt=0)
+    train_time: float = Field(1.0, ge=0)
+    sync_time: float = Field(0.0, ge=0)
+    score_time: float = Field(0.0, ge=0)
+    in_flight: Literal["pinned", "keep"] = Field(
+        "pinned", description="a rollout keeps the weights it began with, or takes new ones at the next unit of length"
+    )
+
+
+class Config(Section):
+    """A complete run."""
+
+    run: Run = Field(default_factory=Run)
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    generate: Generate = Field(default_factory=Generate)
+    score: ScoreSettings = Field(default_factory=ScoreSettings)
+    prepare: Prepare = Field(default_factory=Prepare)
+    objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
+    train: Train = Field(default_factory=Train)
+    sync: Sync = Field(default_factory=Sync)
+    schedule: Schedule = Field(default_factory=Schedule)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    report: Report = Field(default_factory=Report)
+    simulate: Simulate = Field(default_factory=Simulate)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A valid configuration and where each of its values came from, by dotted key."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+
+    def to_toml(self) -> str:
+        """The whole configuration as a recipe that gives the same run, each value with its origin as a comment."""
+        document = tomlkit.document()
+        for section_name, section in self.config:
+            table = tomlkit.table()
+            for name, value in section:
+                key = f"{section_name}.{name}"
+                if value is None:
+                    table.add(tomlkit.comment(f"{name} is not set ({self.origins[key]})"))
+                else:
+                    table.add(name, _toml_item(value).comment(self.origins[key]))
+            document.add(section_name, table)
+        return tomlkit.dumps(document)
+
+
+def _toml_item(value: Any) -> tomlkit.items.Item:
+    if isinstance(value, dict):
+        inline = tomlkit.inline_table()
+        inline.update(value)
+        return inline
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value)
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key (`section.name`) with its description, default and type."""
+    for section_name, section in Config.model_fields.items():
+        assert isinstance(section.annotation, type)
+        for name, info in section.annotation.model_fields.items():
+            yield f"{section_name}.{name}", info
+
+
+KEYS: tuple[str, ...] = tuple(key for key, _ in fields())
+
+
+def resolve(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
+    """A recipe file (or none: all defaults) plus command-line words -> a configuration.
+
+    Raises UserError for a missing or malformed file, an unknown key, a missing or unfit value.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = dict.fromkeys(KEYS, "default")
+    for key, value in (_recipe_values(recipe) if recipe else {}).items():
+        values[key], origins[key] = value, "recipe"
+    for key, value in _override_values(overrides).items():
+        values[key], origins[key] = value, "command line"
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as error:
+        raise UserError(_first_problem(error, origins, recipe)) from None
+    return Resolved(config, origins)
+
+
+def _recipe_values(recipe: Path) -> dict[str, Any]:
+    if not recipe.is_file():
+        near = sorted(str(path) for path in recipe.parent.glob("*.toml")) if recipe.parent.is_dir() else []
+        hint = _nearest(str(recipe), near)
+        raise UserError(f"there is no recipe {recipe}{f'; did you mean {hint}?' if hint else ''}")
+    try:
+        tables = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{recipe} is not valid TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise UserError(f"{recipe}: {section!r} stands outside a section; {_suggestion(section)}")
+        for name, value in table.items():
+            key = f"{section}.{name.replace('-', '_')}"
+            if key not in KEYS:
+                raise UserError(f"{recipe}: unknown key {section}.{name}; {_suggestion(key)}")
+            values[key] = value
+    return values
+
+
+def _override_values(words: Sequence[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("--") or word == "--":
+            raise UserError(f"unexpected word {word!r}: an override is --section.key value")
+        flag, equals, value = word[2:].partition("=")
+        if not equals:
+            position += 1
+            if position == len(words):
+                raise UserError(f"{word} needs a value, as in {word} VALUE")
+            value = words[position]
+        values[_full_key(flag)] = value
+        position += 1
+    return values
+
+
+def _full_key(flag: str) -> str:
+    key = flag.replace("-", "_")
+    if key in KEYS:
+        return key
+    matches = [known for known in KEYS if known.split(".")[1] == key]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f"--{flag} is ambiguous: write one of {', '.join('--' + _dashed(match) for match in matches)}")
+    raise UserError(f"unknown key --{flag}; {_suggestion(key)}")
+
+
+def _suggestion(key: str) -> str:
+    return f"the nearest valid key is {_nearest(key, KEYS) or _nearest_last_word(key)}"
+
+
+def _nearest_last_word(key: str) -> str:
+    last = key.rsplit(".", 1)[-1]
+    return max(KEYS, key=lambda known: difflib.SequenceMatcher(None, last, known.split(".")[1]).ratio())
+
+
+def _nearest(word: str, choices: Sequence[str]) -> str | None:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _first_problem(error: ValidationError, origins: Mapping[str, Origin], recipe: Path | None) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"][:2])
+    message = problem["msg"].removeprefix("Value error, ")
+    where = {"command line": f"--{_dashed(key)}", "recipe": f"{recipe}: {key}"}.get(origins.get(key, ""), key)
+    if "." not in key:
+        return f"{recipe or 'command line'}: {message}"
+    return f"{where} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def choices(annotation: Any) -> str:
+    """A short name of a setting's type, for help texts."""
+    options = get_args(annotation)
+    if options and all(isinstance(option, str) for option in options):
+        return "|".join(options)
+    kinds = [option for option in options if option is not type(None)] or [annotation]
+    return " or ".join(getattr(kind, "__name__", "list") for kind in kinds)

@@ -1,0 +1,85 @@
+"""Composition root: a configuration -> stages -> the loop, real or simulated.
+
+What is heavy (torch, transformers) is imported where a real run is composed, so that simulating starts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from headway import clock
+from headway.config import Config
+from headway.schedule import loop
+from headway.schedule.ledger import Ledger, Settings
+from headway.schedule.policy import Rules
+from headway.simulate.doubles import Doubles, Times
+from headway.simulate.workload import make_lengths
+from headway.stages import Stages
+from headway.trace import Event, Trace
+
+
+async def drive(
+    config: Config,
+    stages: Stages,
+    settings: Settings,
+    trace: Trace,
+    *,
+    clock_name: str,
+    progress: Mapping[str, Any] | None = None,
+) -> Ledger:
+    """One run of the loop on the running event loop's clock; the first cause of a failure is raised by itself."""
+    time = asyncio.get_running_loop().time
+    began_s = time()
+
+    def now() -> float:
+        return time() - began_s
+
+    bell = clock.Bell()
+    trace.emit(
+        "run",
+        0.0,
+        lanes=settings.lanes,
+        batch_size=settings.batch_size,
+        group_size=settings.group_size,
+        run_ahead=config.schedule.run_ahead,
+        steps=settings.steps,
+        max_lag=config.schedule.max_lag,
+        seed=config.run.seed,
+        clock=clock_name,
+        version=progress["version"] if progress else 0,
+    )
+    ledger = Ledger(settings, now=now, changed=bell.ring, trace=trace, progress=progress)
+    try:
+        await loop.run(stages, ledger, Rules(config.schedule.run_ahead), bell)
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from None
+    trace.emit("ended", now(), reason="steps done" if ledger.published >= settings.steps else "data ended")
+    return ledger
+
+
+def _first_cause(group: BaseExceptionGroup) -> BaseException:
+    cause: BaseException = group
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
+
+
+def simulate(config: Config) -> list[Event]:
+    """The run's schedule on virtual time, with doubles for the verbs -> its trace."""
+    simulation = config.simulate
+    lengths = make_lengths(simulation.lengths, simulation.mean_length, config.run.seed)
+    times = Times(simulation.train_time, simulation.sync_time, simulation.score_time)
+    doubles = Doubles(lengths, times, simulation.in_flight)
+    settings = Settings(
+        lanes=config.generate.lanes,
+        batch_size=config.schedule.batch_size,
+        group_size=config.schedule.group_size,
+        steps=config.run.steps,
+        examination_size=config.evaluate.size,
+        examine_every=config.evaluate.every,
+    )
+    events: list[Event] = []
+    clock.run(drive(config, doubles, settings, Trace(events.append), clock_name="virtual"), virtual=True)
+    return events

@@ -1,0 +1,382 @@
+"""What has been started, finished, scored, taken, trained and published: a state machine of integers.
+
+Stages *report* (generated, scored, trained, published) in any order; `settle` applies the reports of an instant in
+one fixed order. The loop *decides* (take, publish, examine, start), which applies at once. Every transition emits one
+trace event; whatever a run counts is derived from what stands here or from those events.
+
+No asyncio and no tensors: references are carried, never opened.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.stages import Generated, Reference, Scored
+from headway.trace import Trace
+from headway.types import Outcome, Receipt
+
+_GENERATED, _SCORED, _TRAINED, _PUBLISHED = range(4)
+
+
+@dataclass(slots=True, eq=False)
+class RolloutTicket:
+    """One rollout's place in the schedule (the `Ticket` of `headway.stages`)."""
+
+    index: int
+    group: int
+    member: int
+    lane: int
+    version: int
+    started_s: float
+    examination: bool = False
+    ref: Reference = None
+    receipt: Receipt | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the rollout's oldest token (of its start, while nothing is known of its tokens)."""
+        runs = self.receipt.version_runs if self.receipt else ()
+        return min((run.version for run in runs), default=self.version)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rollouts of one prompt, alive from the start of its first member until it is taken or failed."""
+
+    index: int
+    size: int
+    members: list[RolloutTicket] = field(default_factory=list)
+    num_finished: int = 0
+
+    @property
+    def scored(self) -> list[RolloutTicket]:
+        return [ticket for ticket in self.members if ticket.outcome == "scored"]
+
+
+@dataclass(slots=True)
+class Examination:
+    """Held-out prompts answered greedily under one version; publishing waits until the last is scored."""
+
+    version: int
+    size: int
+    num_started: int = 0
+    rewards: list[float | None] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rewards) == self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sizes of a run. `num_groups`: how many groups the data hold (None: no end)."""
+
+    lanes: int
+    batch_size: int
+    group_size: int = 1
+    steps: int = 1
+    num_groups: int | None = None
+    examination_size: int = 0
+    examine_every: int = 0
+    save_every: int = 0
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.group_size
+
+
+class Ledger:
+    """The account of one run.
+
+    settings: its sizes; now: the clock; changed: called whenever a report arrives; trace: told of every transition;
+    progress: `self.progress()` of a run that this one resumes.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        now: Callable[[], float],
+        changed: Callable[[], object],
+        trace: Trace,
+        progress: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.settings = settings
+        self._now, self._changed, self._trace = now, changed, trace
+        self.trained = self.published = 0
+        self.groups_started = self.groups_released = 0
+        self.rollouts_started = 0
+        self.running: dict[int, RolloutTicket] = {}
+        self.scoring: dict[int, RolloutTicket] = {}
+        self.active: dict[int, Group] = {}
+        self.ready: list[tuple[float, int]] = []
+        self.idle_lanes = list(range(settings.lanes))
+        self.batch: list[Group] | None = None
+        self.unpublished: Reference = None
+        self.publishing = False
+        self.examination: Examination | None = None
+        self._open_group: Group | None = None
+        self._next_group = 0
+        self._watermark = 0
+        self._resolved_above: set[int] = set()
+        self._examined_version: int | None = None
+        self._reports: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        if progress:
+            self._resume(progress)
+        self._open_due_examination()
+
+    def _resume(self, progress: Mapping[str, Any]) -> None:
+        """Groups that were started but not resolved are started again: counters begin where the resolved ones end."""
+        self.trained = self.published = progress["version"]
+        self._watermark = self._next_group = progress["watermark"]
+        self._resolved_above = set(progress["resolved_above"])
+        self._skip_resolved()
+        self.groups_started = self._watermark + len(self._resolved_above)
+        self.groups_released = progress["groups_released"]
+        self.rollouts_started = self.groups_started * self.settings.group_size
+        self._examined_version = None if self.steps_done else self.published
+
+    # ---- derived
+
+    @property
+    def exhausted(self) -> bool:
+        """No group is left to start."""
+        last = self.settings.num_groups
+        return self._open_group is None and last is not None and self._next_group >= last
+
+    @property
+    def steps_done(self) -> bool:
+        """Every step is published, or the data and all that came of them are used up."""
+        nothing_left = self.exhausted and not self.active and not self.trainer_busy
+        return self.published >= self.settings.steps or nothing_left
+
+    @property
+    def done(self) -> bool:
+        """All steps are done and so is the last examination."""
+        return self.steps_done and self.examination is None
+
+    @property
+    def trainer_busy(self) -> bool:
+        """From the moment a batch is taken until its weights are published."""
+        return self.batch is not None
+
+    @property
+    def group_open(self) -> bool:
+        """A group has started whose other members still wait for a lane."""
+        return self._open_group is not None
+
+    def lag(self, ticket: RolloutTicket) -> int:
+        """Of a rollout: `trained` minus the version of its oldest token."""
+        return self.trained - ticket.oldest_version
+
+    @property
+    def save_due(self) -> bool:
+        """The newest weights are to be checkpointed: every so often, after the last step, and at the end of the data."""
+        every = self.settings.save_every
+        last = self.trained >= self.settings.steps or (self.exhausted and not self.active)
+        return last or (every > 0 and self.trained % every == 0)
+
+    def progress(self) -> dict[str, Any]:
+        """What a resume needs: every group below the watermark, and those listed above it, are trained or released."""
+        return {
+            "version": self.trained,
+            "watermark": self._watermark,
+            "resolved_above": sorted(self._resolved_above),
+            "groups_released": self.groups_released,
+        }
+
+    # ---- reports, in any order within an instant
+
+    def report_generated(self, ticket: RolloutTicket, generated: Generated) -> None:
+        self._report(_GENERATED, ticket.index, self._generated, ticket, generated)
+
+    def report_scored(self, ticket: RolloutTicket, scored: Scored) -> None:
+        self._report(_SCORED, ticket.index, self._scored, ticket, scored)
+
+    def report_trained(self, weights: Reference, metrics: Mapping[str, Any]) -> None:
+        self._report(_TRAINED, 0, self._trained, weights, metrics)
+
+    def report_published(self) -> None:
+        self._report(_PUBLISHED, 0, self._published)
+
+    def _report(self, rank: int, index: int, apply: Callable[..., None], *what: Any) -> None:
+        self._reports.append((self._now(), rank, index, apply, what))
+        self._changed()
+
+    def settle(self) -> None:
+        """Apply what was reported: by time, then finishes before train ends, then in order of start."""
+        reports, self._reports = self._reports, []
+        for at_s, _, _, apply, what in sorted(reports, key=lambda report: report[:3]):
+            apply(at_s, *what)
+        self._open_due_examination()
+
+    def _generated(self, at_s: float, ticket: RolloutTicket, generated: Generated) -> None:
+        del self.running[ticket.index]
+        self.scoring[ticket.index] = ticket
+        heapq.heappush(self.idle_lanes, ticket.lane)
+        ticket.ref, receipt = generated.ref, generated.receipt
+        ticket.receipt = receipt
+        self._trace.emit(
+            "generated",
+            at_s,
+            rollout=ticket.index,
+            lane=ticket.lane,
+            prompt=receipt.prompt_uid,
+            tokens=receipt.num_tokens,
+            prompt_tokens=receipt.num_prompt_tokens,
+            versions=[[run.version, run.num_tokens] for run in receipt.version_runs],
+            finish=receipt.finish,
+        )
+
+    def _scored(self, at_s: float, ticket: RolloutTicket, scored: Scored) -> None:
+        del self.scoring[ticket.index]
+        ticket.ref, ticket.outcome = scored.ref, scored.outcome
+        self._trace.emit(
+            "scored", at_s, rollout=ticket.index, group=ticket.group, outcome=scored.outcome, reward=scored.reward
+        )
+        if ticket.examination:
+            self._examined(at_s, scored.reward)
+        else:
+            self._count_member(at_s, self.active[ticket.group])
+
+    def _count_member(self, at_s: float, group: Group) -> None:
+        group.num_finished += 1
+        if group.num_finished < group.size:
+            return
+        if len(group.scored) >= min(2, group.size):
+            insort(self.ready, (at_s, group.index))
+        else:
+            self._fail(at_s, group, f"{len(group.scored)} of its {group.size} rollouts were scored")
+
+    def _fail(self, at_s: float, group: Group, reason: str) -> None:
+        """A group that can't be trained gives its slots back: otherwise throughput would decay with every failure."""
+        del self.active[group.index]
+        self.groups_released += 1
+        self._resolve(group)
+        receipt = group.members[0].receipt
+        self._trace.emit("failed", at_s, group=group.index, prompt=receipt and receipt.prompt_uid, reason=reason)
+
+    def _resolve(self, group: Group) -> None:
+        self._resolved_above.add(group.index)
+        while self._watermark in self._resolved_above:
+            self._resolved_above.remove(self._watermark)
+            self._watermark += 1
+
+    def _trained(self, at_s: float, weights: Reference, metrics: Mapping[str, Any]) -> None:
+        assert self.batch is not None, "a train step ended that had taken no batch"
+        for group in self.batch:
+            self._resolve(group)
+        self.trained += 1
+        self.unpublished = weights
+        self._trace.emit("trained", at_s, version=self.trained, metrics=dict(metrics))
+
+    def _published(self, at_s: float) -> None:
+        self.published = self.trained
+        self.publishing, self.batch = False, None
+        self._trace.emit("published", at_s, version=self.published)
+
+    def _examined(self, at_s: float, reward: float | None) -> None:
+        examination = self.examination
+        assert examination is not None, "an answer arrived for an examination that is over"
+        examination.rewards.append(reward)
+        if examination.complete:
+            rewards = [reward for reward in examination.rewards if reward is not None]
+            self.examination = None
+            self._trace.emit(
+                "examined",
+                at_s,
+                version=examination.version,
+                num=len(rewards),
+                num_unscored=examination.size - len(rewards),
+                mean_reward=sum(rewards) / len(rewards) if rewards else None,
+                num_correct=sum(reward >= 1.0 for reward in rewards),
+            )
+
+    def _open_due_examination(self) -> None:
+        """Before the first step, after the last, and every so often between."""
+        every = self.settings.examine_every
+        due = self.published == 0 or self.steps_done or (every and self.published % every == 0)
+        if self.settings.examination_size and due and self.published != self._examined_version:
+            assert self.examination is None, "an examination is due while another is open"
+            self._examined_version = self.published
+            self.examination = Examination(self.published, self.settings.examination_size)
+
+    # ---- decisions, in the order the loop takes them
+
+    def take(self, groups: list[Group]) -> list[Group]:
+        """The idle trainer takes these groups as a batch; their lag is fixed here."""
+        taken = {group.index for group in groups}
+        self.ready = [entry for entry in self.ready if entry[1] not in taken]
+        for group in groups:
+            del self.active[group.index]
+        self.batch = groups
+        rollouts = [ticket for group in groups for ticket in group.scored]
+        self._trace.emit(
+            "taken",
+            self._now(),
+            version=self.trained,
+            groups=[group.index for group in groups],
+            rollouts=[ticket.index for ticket in rollouts],
+            lags=[self.lag(ticket) for ticket in rollouts],
+            token_lag=self._token_lag(rollouts),
+        )
+        return groups
+
+    def _token_lag(self, rollouts: list[RolloutTicket]) -> float:
+        runs = [run for ticket in rollouts if ticket.receipt for run in ticket.receipt.version_runs]
+        num_tokens = sum(run.num_tokens for run in runs)
+        return sum((self.trained - run.version) * run.num_tokens for run in runs) / num_tokens if num_tokens else 0.0
+
+    def publish(self) -> Reference:
+        """The newest weights leave the trainer."""
+        weights, self.unpublished = self.unpublished, None
+        self.publishing = True
+        self._trace.emit("publishing", self._now(), version=self.trained)
+        return weights
+
+    def examine(self) -> RolloutTicket:
+        """Lend the first free lane to the open examination. It takes no slot and is outside every count."""
+        assert self.examination is not None, "no examination is open"
+        member = self.examination.num_started
+        self.examination.num_started += 1
+        return self._hand_over(RolloutTicket(-1 - member, member, 0, -1, self.published, self._now(), examination=True))
+
+    def start(self) -> RolloutTicket:
+        """Hand the first free lane the next member of the open group, or the first one of a new group."""
+        group = self._open_group or self._new_group()
+        ticket = RolloutTicket(self.rollouts_started, group.index, len(group.members), -1, self.published, self._now())
+        self.rollouts_started += 1
+        group.members.append(ticket)
+        self._open_group = group if len(group.members) < group.size else None
+        return self._hand_over(ticket)
+
+    def _new_group(self) -> Group:
+        group = self.active[self._next_group] = Group(self._next_group, self.settings.group_size)
+        self.groups_started += 1
+        self._next_group += 1
+        self._skip_resolved()
+        return group
+
+    def _skip_resolved(self) -> None:
+        while self._next_group in self._resolved_above:
+            self._next_group += 1
+
+    def _hand_over(self, ticket: RolloutTicket) -> RolloutTicket:
+        ticket.lane = heapq.heappop(self.idle_lanes)
+        self.running[ticket.index] = ticket
+        self._trace.emit(
+            "started",
+            ticket.started_s,
+            rollout=ticket.index,
+            group=ticket.group,
+            member=ticket.member,
+            lane=ticket.lane,
+            version=ticket.version,
+            examination=ticket.examination,
+        )
+        return ticket

@@ -1,0 +1,162 @@
+"""The contracts between the verbs.
+
+Two faces of one system:
+
+- `Stages` is what the loop in `schedule/` drives: the five verbs of a training step, passing opaque references. It
+  never looks into a reference; what it may know of a rollout comes beside it, as a receipt.
+- `Generator` and `Trainer` are the boundary to the model: `sample`, `forward`, `forward_backward`, `optim_step`,
+  `save`/`load`. The real stages are made of them, and so can a loop of your own be.
+
+Every implementation, doubles included, passes the conformance tests in `tests/contract/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.types import FinishReason, Outcome, Prompt, Receipt, Score
+
+Reference = Any
+"""Something a stage made and another stage understands: the thing itself in one process, an object reference on Ray."""
+
+
+class Ticket(Protocol):
+    """A rollout's place in the schedule, as a stage sees it.
+
+    index: the rollout's number in order of start; group, member: which answer to which prompt it is; version: the
+    newest published weights when it started; examination: True for a held-out prompt that is answered greedily.
+    """
+
+    index: int
+    group: int
+    member: int
+    version: int
+    examination: bool
+    ref: Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A finished rollout, by reference, with its receipt."""
+
+    ref: Reference
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A scored rollout, by reference. `reward` is for the record; the schedule acts on `outcome` alone."""
+
+    ref: Reference
+    outcome: Outcome
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a train step leaves: the new weights, by reference, and its metrics by name."""
+
+    weights: Reference
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Stages(Protocol):
+    """The training step. Each verb is one coroutine; an exception in any of them ends the run with its cause."""
+
+    async def generate(self, ticket: Ticket) -> Generated: ...
+
+    async def score(self, ticket: Ticket, rollout: Reference) -> Scored: ...
+
+    async def prepare(self, groups: Sequence[Sequence[Reference]], version: int) -> Reference:
+        """Scored rollouts by group -> one batch, ready to train. `version`: the weights it will be trained under."""
+        ...
+
+    async def train(self, batch: Reference) -> Trained: ...
+
+    async def sync(self, weights: Reference, version: int) -> None:
+        """Returns when every engine has acknowledged that it samples from `version`."""
+        ...
+
+    async def save(self, progress: Mapping[str, Any]) -> None:
+        """Keep what a resume needs: the trainer, and `progress`, the ledger's own account of the run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One rollout to sample. Token `t` is drawn with uniform `t` of the stream that `seed_key` names.
+
+    temperature: 0 means greedy. end_ids: ids that end the rollout and are part of it. stop: strings that end it;
+    every id sampled so far is kept.
+    """
+
+    prompt: Prompt
+    seed_key: tuple[int | str, ...]
+    max_new_tokens: int
+    temperature: float = 1.0
+    end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What an engine returns: ids, behaviour log-probs and versions, one of each per token, and why it ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: FinishReason
+    text: str
+
+
+class Generator(Protocol):
+    """A generation engine. Its weights are its own: nothing is true by sharing storage with a trainer."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Cancelling the caller frees the rollout's place at the next token boundary."""
+        ...
+
+    async def load(self, weights: Mapping[str, Any], version: int) -> None:
+        """Swap weights at a token boundary; rollouts in flight go on. Names and shapes must match exactly."""
+        ...
+
+    async def fingerprint(self) -> str:
+        """A hash of every weight the engine samples from, taken at a token boundary."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """The weights being optimised, in fp32, with their optimizer."""
+
+    def forward(self, batch: Any) -> Any:
+        """Log-prob of every trained token of `batch` under the current weights, without gradients."""
+        ...
+
+    def forward_backward(self, batch: Any, loss: Any) -> Mapping[str, Any]:
+        """Add the gradient of `loss` on `batch`; gradients accumulate until `optim_step`."""
+        ...
+
+    def optim_step(self) -> Mapping[str, Any]:
+        """One optimizer step on what has accumulated; skipped, counted and said when it is not finite."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """Name -> tensor of every weight an engine needs. Valid until the next `optim_step`."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Scorer(Protocol):
+    """Grades one answer. A grader that fails or is late is said so; it is never reward 0."""
+
+    async def score(self, prompt: Prompt, text: str) -> Score: ...
+
+    async def close(self) -> None: ...

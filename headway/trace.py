@@ -1,0 +1,97 @@
+"""The one event record that real and simulated runs both write.
+
+Every transition of the ledger is one `Event`; everything a run later shows (the progress line, `metrics.jsonl`, the
+timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines file, one event a line.
+
+| kind | when | fields |
+|---|---|---|
+| `run` | first, and again when a run is resumed | lanes, batch_size, group_size, run_ahead, steps, max_lag, seed, version, clock |
+| `started` | a rollout is handed to a lane | rollout, group, member, lane, version, examination (held-out and greedy) |
+| `generated` | its lane is free again | rollout, lane, prompt, tokens, prompt_tokens, versions ([version, tokens] runs), finish |
+| `scored` | its scorer has answered | rollout, group, outcome, reward |
+| `failed` | a group can't be trained; its slots are released | group, prompt, reason |
+| `taken` | the idle trainer takes a batch | version, groups, rollouts, lags, token_lag |
+| `trained` | a train step ended | version (the new one), metrics |
+| `publishing` | the new weights leave the trainer | version |
+| `published` | every engine has acknowledged them | version |
+| `examined` | an examination is complete | version, num, num_unscored, num_correct, mean_reward |
+| `ended` | the run is over | reason |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from headway.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened (`kind`), when (`at_s`, seconds or units since the run began), and its fields."""
+
+    kind: str
+    at_s: float
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": self.kind, "at_s": self.at_s, **self.fields}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(line: str) -> Event:
+        record = json.loads(line)
+        return Event(record.pop("kind"), record.pop("at_s"), record)
+
+
+class Trace:
+    """Hands each event to everyone who listens, in the order they subscribed."""
+
+    def __init__(self, *listeners: Callable[[Event], object]) -> None:
+        self._listeners = list(listeners)
+
+    def subscribe(self, listener: Callable[[Event], object]) -> None:
+        self._listeners.append(listener)
+
+    def emit(self, kind: str, at_s: float, **fields: Any) -> None:
+        event = Event(kind, at_s, fields)
+        for listener in self._listeners:
+            listener(event)
+
+
+class TraceFile:
+    """A listener that appends each event to a JSON-lines file and flushes, so a killed run keeps what it wrote."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        self._file.write(event.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_trace(path: Path) -> list[Event]:
+    """All whole events of a trace file. A last line cut short by a kill is left out; another bad line is an error."""
+    return list(_events(path))
+
+
+def _events(path: Path) -> Iterator[Event]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield Event.from_json(line)
+        except (json.JSONDecodeError, KeyError) as error:
+            if number == len(lines):
+                return
+            raise UserError(f"{path}:{number} is not a trace event ({error}); is it a Headway trace?") from None

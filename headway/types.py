@@ -1,0 +1,121 @@
+"""The nouns every stage shares: plain, picklable, no tensors.
+
+A `Prompt` is answered by `group_size` rollouts; a `Rollout` is one sampled answer in which every token remembers
+the log-prob it was really sampled with and the version of the weights that sampled it; a `Score` is what a scorer
+said of it; a `Receipt` is all the scheduler may know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "aborted"]
+"""Why a rollout ended. Said by the sampler; never read off token values."""
+
+Outcome = Literal["scored", "grader_error", "grader_timeout"]
+"""What happened to a rollout in scoring. A wrong answer is `scored` with a low reward; the others have no reward."""
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message is one line: what was wrong, where, and the nearest valid choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is answered.
+
+    uid: stable name, the same in every run that reads the same data.
+    text: what a person reads; `tokens` are what the model is given (never re-encoded after this).
+    answer: the reference answer, for scorers that compare.
+    task: whatever else the scorer needs (the whole entry of a task generator, for instance).
+    """
+
+    uid: str
+    text: str
+    tokens: tuple[int, ...] = ()
+    answer: str | None = None
+    task: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """`num_tokens` consecutive tokens sampled under weights `version`; in the lane model, units of length."""
+
+    version: int
+    num_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer. All per-token tuples have the length of `tokens`; the prompt is not among them.
+
+    logprobs: log-prob of each token under the distribution it was really sampled from, recorded at that moment.
+    versions: the version of the weights that sampled each token.
+    mask: True where the token was sampled and may be trained; False for text that others wrote.
+    text: the decoded answer as graded, cut before a stop string; tokens are never derived from it.
+    """
+
+    prompt: Prompt
+    epoch: int
+    member: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    mask: tuple[bool, ...]
+    finish: FinishReason
+    text: str
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
+        assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
+
+    @property
+    def version_runs(self) -> tuple[VersionRun, ...]:
+        """The versions of the tokens, run-length encoded, in order of sampling."""
+        runs: list[VersionRun] = []
+        for version in self.versions:
+            if runs and runs[-1].version == version:
+                runs[-1] = VersionRun(version, runs[-1].num_tokens + 1)
+            else:
+                runs.append(VersionRun(version, 1))
+        return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A scorer's word on one rollout. `reward` is None exactly when `outcome` is not "scored"."""
+
+    reward: float | None
+    outcome: Outcome = "scored"
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.reward is None) == (self.outcome != "scored"), "a score has a reward if and only if it is scored"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout with its score: what preparing a batch starts from."""
+
+    rollout: Rollout
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """All the scheduler knows of a rollout it passes by reference.
+
+    prompt_uid: whose answer it is; version_runs: which weights sampled how many of its tokens, in order.
+    """
+
+    prompt_uid: str
+    num_prompt_tokens: int
+    version_runs: tuple[VersionRun, ...]
+    finish: FinishReason
+
+    @property
+    def num_tokens(self) -> float:
+        """Sampled tokens (in the lane model, units of length)."""
+        return sum(run.num_tokens for run in self.version_runs)
