@@ -68,6 +68,7 @@ class Model(Section):
         None,
         description="a local Hugging Face folder, a .gguf file, package:NAME for a model a package ships, or a hub id",
     )
+    device: str | None = Field(None, description="cpu, cuda or cuda:1; default cuda where there is one")
 
 
 class Data(Section):

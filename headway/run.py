@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headway import clock
-from headway.config import Config
+from headway.checkpoint import Checkpoint, newest_checkpoint
+from headway.config import Config, Resolved
+from headway.reports.folder import RunFolder, choose_folder
+from headway.reports.progress import ProgressLine
 from headway.schedule import loop
 from headway.schedule.ledger import Ledger, Settings
 from headway.schedule.policy import Rules
@@ -66,20 +70,66 @@ def _first_cause(group: BaseExceptionGroup) -> BaseException:
     return cause
 
 
+def sizes(config: Config, *, num_groups: int | None = None) -> Settings:
+    """The sizes the ledger needs. num_groups: how many groups the data hold; None for no end."""
+    return Settings(
+        lanes=config.generate.lanes,
+        batch_size=config.schedule.batch_size,
+        group_size=config.schedule.group_size,
+        steps=config.run.steps,
+        num_groups=num_groups,
+        examination_size=config.evaluate.size,
+        examine_every=config.evaluate.every,
+        save_every=config.checkpoint.every,
+    )
+
+
 def simulate(config: Config) -> list[Event]:
     """The run's schedule on virtual time, with doubles for the verbs -> its trace."""
     simulation = config.simulate
     lengths = make_lengths(simulation.lengths, simulation.mean_length, config.run.seed)
     times = Times(simulation.train_time, simulation.sync_time, simulation.score_time)
     doubles = Doubles(lengths, times, simulation.in_flight)
-    settings = Settings(
-        lanes=config.generate.lanes,
-        batch_size=config.schedule.batch_size,
-        group_size=config.schedule.group_size,
-        steps=config.run.steps,
-        examination_size=config.evaluate.size,
-        examine_every=config.evaluate.every,
-    )
     events: list[Event] = []
-    clock.run(drive(config, doubles, settings, Trace(events.append), clock_name="virtual"), virtual=True)
+    clock.run(drive(config, doubles, sizes(config), Trace(events.append), clock_name="virtual"), virtual=True)
     return events
+
+
+def train(resolved: Resolved, *, resume: Path | None = None) -> Path:
+    """A real run in this process -> its folder. `resume`: the folder of a run to go on with.
+
+    Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
+    """
+    with ProgressLine() as progress_line:
+        progress_line.phase("importing torch and transformers")
+        from headway.in_process import compose
+
+        checkpoint = newest_checkpoint(resume / "checkpoints") if resume else None
+        path = resume or choose_folder(resolved.config.run)
+        parts = compose(resolved.config, checkpoint, progress_line.phase)
+        folder = RunFolder(path)
+        try:
+            return clock.run(_train(resolved, parts, folder, checkpoint, progress_line))
+        finally:
+            folder.close()
+
+
+async def _train(
+    resolved: Resolved, parts: Any, folder: RunFolder, checkpoint: Checkpoint | None, progress_line: ProgressLine
+) -> Path:
+    folder.write_config(resolved)
+    trace = Trace()
+    folder.listen_to(trace)
+    trace.subscribe(progress_line)
+    async with parts.stages(folder) as stages:
+        await drive(
+            resolved.config,
+            stages,
+            sizes(resolved.config, num_groups=parts.source.num_groups),
+            trace,
+            clock_name="wall",
+            progress=checkpoint.progress if checkpoint else None,
+        )
+        progress_line.phase("saving the model")
+        await stages.export(folder.model)
+    return folder.path

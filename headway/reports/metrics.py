@@ -30,6 +30,7 @@ class StepMetrics:
     def __call__(self, event: Event) -> None:
         if event.kind == "run":
             self._max_lag, self._last_s = event["max_lag"], event.at_s
+            self._generated_tokens, self._taken = 0.0, None  # a resume loses what was in flight
         elif event.kind == "generated":
             self._generated_tokens += event["tokens"]
         elif event.kind == "taken":

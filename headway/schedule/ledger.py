@@ -176,7 +176,7 @@ class Ledger:
 
     @property
     def save_due(self) -> bool:
-        """The newest weights are to be checkpointed: every so often, after the last step, and at the end of the data."""
+        """The newest weights are to be checkpointed: every so often, after the last step, at the end of the data."""
         every = self.settings.save_every
         last = self.trained >= self.settings.steps or (self.exhausted and not self.active)
         return last or (every > 0 and self.trained % every == 0)

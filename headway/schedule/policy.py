@@ -18,7 +18,7 @@ class Rules:
     run_ahead: float
 
     def batch(self, ledger: Ledger) -> list[Group] | None:
-        """The first groups that finished, once the trainer is idle and they are enough; at the end of the data, the rest."""
+        """The first groups that finished, once the trainer is idle and they are enough; the rest at the end of the data."""
         if ledger.trainer_busy or ledger.steps_done:
             return None
         size = ledger.settings.groups_per_batch

@@ -1,0 +1,1 @@
+"""Verb 5: sync. How new weights reach the engines."""

@@ -1,0 +1,307 @@
+"""The embedded engine: continuous batching over any policy, on a thread of its own.
+
+At every token boundary the engine obeys what has arrived (new rollouts, aborts, new weights), prefills the prompts it
+does not know yet, and samples one token in every lane. A finished rollout's lane is refilled at the next boundary.
+The event loop only ever queues a command and awaits a future; it is never blocked by a forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.generate.randomness import stream_key, uniforms
+from headway.models.attention import CachedAttention, KeyValueCache, PackedAttention, Segment
+from headway.models.distribution import sample
+from headway.models.policy import Policy
+from headway.models.weights import assign_weights, fingerprint
+from headway.stages import Sample, SampleRequest
+from headway.types import FinishReason, UserError
+
+KNOWN_PROMPTS = 8
+"""Prompts whose keys and values are kept for the members of a group that start later."""
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens that one prefill pass may hold."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A rollout in flight. `length`: tokens whose keys and values are cached."""
+
+    request: SampleRequest
+    answer: asyncio.Future[Sample]
+    key: int
+    length: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
+@dataclass(frozen=True)
+class _KnownPrompt:
+    """A prompt's keys and values [G, P, D] by layer, and the hidden state [D] that predicts its first answer token."""
+
+    kept: list[tuple[torch.Tensor, torch.Tensor]]
+    last_hidden_D: torch.Tensor
+
+
+class TorchEngine:
+    """Implements `headway.stages.Generator`.
+
+    policy: the engine's own copy of the weights; lanes: rollouts in flight at once (more requests than that wait);
+    decode: ids -> text; threads: CPU threads of its forward passes; version: what the policy's weights are called.
+    """
+
+    def __init__(
+        self, policy: Policy, *, lanes: int, decode: Callable[[Sequence[int]], str], threads: int, version: int = 0
+    ) -> None:
+        self._policy, self._decode, self._threads = policy, decode, threads
+        self._num_lanes, self._version = lanes, version
+        self._lanes: list[_Lane] = []
+        self._waiting: deque[_Lane] = deque()
+        self._cache = KeyValueCache(lanes)
+        self._known_prompts: OrderedDict[tuple[int, ...], _KnownPrompt] = OrderedDict()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="headway engine", daemon=True)
+        self._thread.start()
+
+    # ---- called from the event loop
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self._check(request)
+        lane = _Lane(request, asyncio.get_running_loop().create_future(), stream_key(*request.seed_key))
+        self._command(lambda: self._waiting.append(lane), lane.answer)
+        try:
+            return await lane.answer
+        except asyncio.CancelledError:
+            lane.aborted = True
+            raise
+
+    async def load(self, weights: Mapping[str, Any], version: int) -> None:
+        def swap() -> None:
+            assign_weights(self._policy.model, weights)
+            self._version = version
+            self._known_prompts.clear()  # their keys and values belong to the old weights
+
+        await self._ask(swap)
+
+    async def fingerprint(self) -> str:
+        return await self._ask(lambda: fingerprint(self._policy.weights()))
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._commands.put(lambda: None)
+            await asyncio.to_thread(self._thread.join)
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def answer_it() -> None:
+            try:
+                result = question()
+            except UserError as error:  # said to the caller; the engine is as it was
+                _post(answer, error=error)
+            else:
+                _post(answer, result)
+
+        self._command(answer_it, answer)
+        return await answer
+
+    def _command(self, command: Callable[[], object], answer: asyncio.Future[Any]) -> None:
+        if self._failure or self._closed:
+            answer.cancel()
+            raise RuntimeError("the engine is closed" if self._closed else "the engine has failed") from self._failure
+        self._commands.put(command)
+
+    def _check(self, request: SampleRequest) -> None:
+        needed = len(request.prompt.tokens) + request.max_new_tokens
+        if not request.prompt.tokens:
+            raise UserError(f"prompt {request.prompt.uid} has no tokens, and an answer needs something to follow")
+        if needed > self._policy.context_tokens:
+            raise UserError(
+                f"prompt {request.prompt.uid} has {len(request.prompt.tokens)} tokens; with {request.max_new_tokens} new ones "
+                f"that is more than the model's context of {self._policy.context_tokens}: shorten it or lower max_new_tokens"
+            )
+
+    # ---- on the engine's thread
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.no_grad():
+                while not self._closed:
+                    self._obey()
+                    self._drop_aborted()
+                    self._admit()
+                    if self._lanes:
+                        self._sample_one_token_everywhere()
+        except BaseException as failure:  # handed to everyone who waits; a silent dead thread would hang them
+            self._failure = failure
+            self._fail_all(failure)
+
+    def _obey(self) -> None:
+        """Run the commands that have arrived; wait for one when there is nothing else to do."""
+        idle = not self._lanes and not self._waiting
+        while True:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return
+            idle = False
+            command()
+
+    def _fail_all(self, failure: BaseException) -> None:
+        for lane in (*self._lanes, *self._waiting):
+            _post(lane.answer, error=failure)
+        while True:
+            try:
+                command = self._commands.get(block=False)
+            except queue.Empty:
+                break
+            command()
+        for lane in self._waiting:
+            _post(lane.answer, error=failure)
+
+    def _drop_aborted(self) -> None:
+        self._waiting = deque(lane for lane in self._waiting if not lane.aborted)
+        for number in reversed(range(len(self._lanes))):
+            if self._lanes[number].aborted:
+                self._free(number)
+
+    def _free(self, number: int) -> None:
+        """Lanes in use stay the first ones: the last moves into the gap."""
+        last = self._lanes.pop()
+        if number < len(self._lanes):
+            self._lanes[number] = last
+            self._cache.move(len(self._lanes), number, last.length)
+
+    def _admit(self) -> None:
+        """Hand waiting rollouts free lanes and sample their first token; each prompt is prefilled once."""
+        num_free = self._num_lanes - len(self._lanes)
+        joining = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        if not joining:
+            return
+        prompts = self._prompts(list(dict.fromkeys(lane.request.prompt.tokens for lane in joining)))
+        needed = max(len(lane.request.prompt.tokens) + lane.request.max_new_tokens for lane in joining)
+        first = len(self._lanes)
+        for lane in joining:
+            prompt = prompts[lane.request.prompt.tokens]
+            self._cache.reserve(needed, prompt.kept)
+            self._cache.write(len(self._lanes), prompt.kept)
+            lane.length = len(lane.request.prompt.tokens)
+            self._lanes.append(lane)
+        hidden_ND = torch.stack([prompts[lane.request.prompt.tokens].last_hidden_D for lane in joining])
+        self._append_tokens(first, hidden_ND)
+
+    def _prompts(self, wanted: list[tuple[int, ...]]) -> dict[tuple[int, ...], _KnownPrompt]:
+        found = {tokens: self._known_prompts[tokens] for tokens in wanted if tokens in self._known_prompts}
+        missing = [tokens for tokens in wanted if tokens not in found]
+        while missing:
+            part = [missing.pop(0)]
+            while missing and sum(map(len, part)) + len(missing[0]) <= PREFILL_TOKENS:
+                part.append(missing.pop(0))
+            found.update(self._prefill(part))
+        for tokens in wanted:
+            self._known_prompts[tokens] = found[tokens]
+            self._known_prompts.move_to_end(tokens)
+        while len(self._known_prompts) > KNOWN_PROMPTS:
+            self._known_prompts.popitem(last=False)
+        return found
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], _KnownPrompt]:
+        device = self._policy.device
+        starts, total = [], 0
+        for tokens in prompts:
+            starts.append(total)
+            total += len(tokens)
+        segments = [Segment(start, len(tokens)) for start, tokens in zip(starts, prompts, strict=True)]
+        plan = PackedAttention(segments, device, keep=True)
+        ids_T = torch.tensor([token for tokens in prompts for token in tokens], device=device)
+        positions_T = torch.cat([torch.arange(len(tokens)) for tokens in prompts]).to(device)
+        hidden_TD = self._policy.hidden(ids_T, positions_T, plan)
+        assert plan.kept is not None
+        return {
+            tokens: _KnownPrompt(
+                [
+                    (key[:, start : start + len(tokens)], value[:, start : start + len(tokens)])
+                    for key, value in plan.kept
+                ],
+                hidden_TD[start + len(tokens) - 1],
+            )
+            for tokens, start in zip(prompts, starts, strict=True)
+        }
+
+    def _sample_one_token_everywhere(self) -> None:
+        device = self._policy.device
+        ids_N = torch.tensor([lane.tokens[-1] for lane in self._lanes], device=device)
+        positions_N = torch.tensor([lane.length for lane in self._lanes], device=device)
+        hidden_ND = self._policy.hidden(ids_N, positions_N, CachedAttention(self._cache, positions_N))
+        for lane in self._lanes:
+            lane.length += 1
+        self._append_tokens(0, hidden_ND)
+
+    def _append_tokens(self, first: int, hidden_ND: torch.Tensor) -> None:
+        """Sample the next token of every lane from number `first` on, and free the lanes that end with it."""
+        lanes, device = self._lanes[first:], self._policy.device
+        uniform_N = uniforms(
+            torch.tensor([lane.key for lane in lanes]), torch.tensor([len(lane.tokens) for lane in lanes])
+        ).to(device)
+        temperature_N = torch.tensor([lane.request.temperature for lane in lanes], device=device)
+        tokens_N, logprobs_N = sample(self._policy.head, hidden_ND, temperature_N, uniform_N)
+        for lane, token, logprob in zip(lanes, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
+            lane.tokens.append(token)
+            lane.logprobs.append(logprob)
+            lane.versions.append(self._version)
+        for number in reversed(range(first, len(self._lanes))):
+            if finish := self._finish(self._lanes[number]):
+                self._answer(self._lanes[number], finish)
+                self._free(number)
+
+    def _finish(self, lane: _Lane) -> FinishReason | None:
+        request = lane.request
+        if lane.tokens[-1] in request.end_ids or self._stop_at(lane) is not None:
+            return "stop"
+        return "length" if len(lane.tokens) >= request.max_new_tokens else None
+
+    def _stop_at(self, lane: _Lane) -> str | None:
+        """The stop string that the newest token completed. Only the tail is decoded: a token is at least one byte."""
+        if not lane.request.stop:
+            return None
+        longest = max(len(stop.encode()) for stop in lane.request.stop)
+        tail = self._decode(lane.tokens[-(longest + 4) :])
+        return next((stop for stop in lane.request.stop if stop in tail), None)
+
+    def _answer(self, lane: _Lane, finish: FinishReason) -> None:
+        ended = lane.tokens[-1] in lane.request.end_ids
+        text = self._decode(lane.tokens[:-1] if ended else lane.tokens)
+        cuts = [text.index(stop) for stop in lane.request.stop if stop in text]
+        text = text[: min(cuts)] if cuts else text
+        _post(lane.answer, Sample(tuple(lane.tokens), tuple(lane.logprobs), tuple(lane.versions), finish, text))
+
+
+def _post(answer: asyncio.Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
+    """Resolve a future of the event loop from the engine's thread, unless its caller has gone."""
+
+    def resolve() -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    loop = answer.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(resolve)

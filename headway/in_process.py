@@ -1,0 +1,250 @@
+"""The five verbs of a real run in one process: an engine on one thread, a trainer on another, scoring between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from headway.checkpoint import Checkpoint, write_checkpoint
+from headway.config import Config
+from headway.data import PromptSource, load_items, split_items
+from headway.generate.episode import Episodes, Sampling
+from headway.generate.torch_engine import TorchEngine
+from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
+from headway.objectives.named import Objective, objective
+from headway.prepare.credit import assign_credit
+from headway.prepare.pack import Batch, pack
+from headway.render import end_ids, render_prompts
+from headway.reports.folder import RunFolder
+from headway.score import make_scorer
+from headway.stages import Generated, Scored, Scorer, Ticket, Trained
+from headway.sync.memory import MemorySync
+from headway.train.local import LocalTrainer
+from headway.train.step import StepResult, train_step
+from headway.types import Prompt, Rollout, ScoredRollout, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run is made of, loaded and checked, before anything is written or started."""
+
+    config: Config
+    engine_policy: Policy
+    trainer_policy: Policy
+    trainer: LocalTrainer
+    tokenizer: Any
+    source: PromptSource
+    held_out: list[Prompt]
+    scorer: Scorer
+    objective: Objective
+    sampling: Sampling
+    version: int
+
+    @asynccontextmanager
+    async def stages(self, folder: RunFolder) -> AsyncIterator[InProcessStages]:
+        """The stages, with their threads and processes; all of them have ended when the context is left."""
+        stages = InProcessStages(self, folder)
+        try:
+            yield stages
+        finally:
+            await stages.close()
+
+
+def compose(config: Config, checkpoint: Checkpoint | None, say: Callable[[str], object]) -> Parts:
+    """Load and check all parts of a run. `say` is told what takes its time.
+
+    Raises UserError for whatever the user can mend.
+    """
+    chosen = _objective(config)
+    if config.model.path is None:
+        raise UserError("model.path is not set: give a local Hugging Face folder, or package:NAME, or a hub id")
+    say("reading the prompts")
+    split = split_items(load_items(config.data, config.run.seed), config.data, config.evaluate, config.run.seed)
+    say("loading the model")
+    tokenizer = load_tokenizer(config.model.path)
+    trainer_policy = load_policy(config.model.path, config.model.device)
+
+    def render(prompts: Sequence[Prompt]) -> list[Prompt]:
+        return render_prompts(
+            prompts,
+            tokenizer,
+            chat=config.data.chat,
+            system=config.data.system,
+            context_tokens=trainer_policy.context_tokens,
+            max_new_tokens=config.generate.max_new_tokens,
+        )
+
+    training, held_out = render(split.training), render(split.held_out)
+    source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+    trainer = LocalTrainer(
+        trainer_policy, config.train, temperature=config.generate.temperature, num_steps=config.run.steps
+    )
+    if checkpoint:
+        _restore(trainer, source, checkpoint)
+    engine_policy = load_policy(config.model.path, config.model.device)
+    return Parts(
+        config=config,
+        engine_policy=engine_policy,
+        trainer_policy=trainer_policy,
+        trainer=trainer,
+        tokenizer=tokenizer,
+        source=source,
+        held_out=held_out,
+        scorer=make_scorer(config.score, training + held_out),
+        objective=chosen,
+        sampling=Sampling(
+            max_new_tokens=config.generate.max_new_tokens,
+            temperature=config.generate.temperature,
+            end_ids=end_ids(tokenizer, config.generate.end_tokens),
+            stop=config.generate.stop,
+        ),
+        version=checkpoint.progress["version"] if checkpoint else 0,
+    )
+
+
+def _objective(config: Config) -> Objective:
+    settings, schedule = config.objective, config.schedule
+    try:
+        chosen = objective(
+            settings.name,
+            weight_cap=settings.weight_cap,
+            reduction=settings.reduction,
+            length=config.generate.max_new_tokens,
+        )
+    except ValueError as error:
+        raise UserError(f"objective: {error}") from None
+    if "whole_groups" in chosen.recorded and schedule.group_size < 2:
+        raise UserError(
+            f"{chosen.name} compares the rollouts of one prompt, and schedule.group_size is {schedule.group_size}: "
+            "set it to 2 or more, 8 for instance"
+        )
+    if config.generate.temperature == 0:
+        raise UserError("generate.temperature is 0: greedy rollouts of a prompt are all the same; set it to 1.0")
+    return chosen
+
+
+def _restore(trainer: LocalTrainer, source: PromptSource, checkpoint: Checkpoint) -> None:
+    if checkpoint.progress["data"] != source.fingerprint:
+        raise UserError(
+            f"the prompts are not those of the run that wrote {checkpoint.folder}: resume with the same data and seed"
+        )
+    trainer.load(checkpoint.folder)
+
+
+class InProcessStages:
+    """Implements `headway.stages.Stages`: a reference is the thing itself."""
+
+    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+        self._parts, self._folder = parts, folder
+        config = parts.config
+        overlapped = config.schedule.run_ahead > 0
+        cores = os.cpu_count() or 1
+        # While generation and training overlap, each has half of the cores; otherwise they take turns on all.
+        default_threads = max(1, cores // 2) if overlapped else cores
+        self._trainer_thread = ThreadPoolExecutor(
+            1, "headway trainer", torch.set_num_threads, (config.train.threads or default_threads,)
+        )
+        self._engine = TorchEngine(
+            parts.engine_policy,
+            lanes=config.generate.lanes,
+            decode=lambda ids: parts.tokenizer.decode(ids, skip_special_tokens=True),
+            threads=config.generate.threads or default_threads,
+            version=parts.version,
+        )
+        self._episodes = Episodes(self._engine, parts.source, parts.held_out, parts.sampling, config.run.seed)
+        self._sync = MemorySync(self._engine, config.sync.verify)
+        self._caught_up = parts.version == 0
+
+    async def generate(self, ticket: Ticket) -> Generated:
+        if not self._caught_up:  # a resumed run's engine was loaded from the base model
+            self._caught_up = True
+            await self._sync.sync(self._parts.trainer.weights(), self._parts.version)
+        return await self._episodes.generate(ticket)
+
+    async def score(self, ticket: Ticket, rollout: Rollout) -> Scored:
+        score = await self._parts.scorer.score(rollout.prompt, rollout.text)
+        if ticket.examination:
+            self._folder.examinations(
+                {
+                    "version": ticket.version,
+                    "uid": rollout.prompt.uid,
+                    "prompt": rollout.prompt.text,
+                    "text": rollout.text,
+                    "answer": rollout.prompt.answer,
+                    "reward": score.reward,
+                    "outcome": score.outcome,
+                    "finish": rollout.finish,
+                }
+            )
+        return Scored(ScoredRollout(rollout, score), score.outcome, score.reward)
+
+    async def prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int) -> Batch:
+        settings = self._parts.config.prepare
+        return await self._on_trainer_thread(
+            lambda: pack(
+                assign_credit(self._parts.objective, groups),
+                self._parts.objective,
+                version=version,
+                micro_batch_tokens=settings.micro_batch_tokens,
+            )
+        )
+
+    async def train(self, batch: Batch) -> Trained:
+        parts = self._parts
+        result = await self._on_trainer_thread(
+            lambda: train_step(parts.trainer, parts.objective, batch, parts.trainer_policy.device)
+        )
+        self._keep_rollouts(batch, result)
+        return Trained(parts.trainer.weights(), result.metrics)
+
+    def _keep_rollouts(self, batch: Batch, result: StepResult) -> None:
+        wanted = min(self._parts.config.report.rollouts_per_step, len(batch.rollouts))
+        for place in range(wanted):
+            number = place * len(batch.rollouts) // wanted
+            rollout = batch.rollouts[number]
+            self._folder.rollouts(
+                {
+                    "version": batch.version + 1,
+                    "prompt": rollout.prompt.text,
+                    "text": rollout.text,
+                    "reward": batch.rewards[number],
+                    "outcome": "scored",
+                    "finish": rollout.finish,
+                    "pieces": [self._parts.tokenizer.decode([token]) for token in rollout.tokens],
+                    "log_ratios": result.log_ratios[number],
+                    "versions": list(rollout.versions),
+                    "lag": batch.version - min(rollout.versions),
+                }
+            )
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        await self._sync.sync(weights, version)
+
+    async def save(self, progress: Mapping[str, Any]) -> None:
+        whole = {**progress, "data": self._parts.source.fingerprint}
+        keep = self._parts.config.checkpoint.keep
+        await self._on_trainer_thread(
+            lambda: write_checkpoint(self._folder.checkpoints, whole, self._parts.trainer.save, keep=keep)
+        )
+
+    async def export(self, folder: Path) -> None:
+        """Leave the trained policy as a Hugging Face folder."""
+        await self._on_trainer_thread(lambda: save_policy(self._parts.trainer_policy, self._parts.tokenizer, folder))
+
+    async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, work)
+
+    async def close(self) -> None:
+        await self._engine.close()
+        await self._parts.scorer.close()
+        await asyncio.to_thread(self._trainer_thread.shutdown, wait=True)

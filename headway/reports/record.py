@@ -1,0 +1,228 @@
+"""What a run folder holds, read once: the trace is the authority, whatever else is missing or cut is said."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headway.reports.metrics import StepMetrics
+from headway.reports.summary import Timeline, continuous, kept_examinations, kept_steps, timeline
+from headway.trace import Event, read_trace
+from headway.types import UserError
+
+Row = dict[str, Any]
+"""Numbers by name; of one train step, or of several neighbours joined. A value that isn't finite is None."""
+
+TRACE = "trace.jsonl"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run.
+
+    events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
+    read) and config_text, as written; steps: one row per train step behind the newest weights; examinations: their
+    `examined` events; rollouts: the kept rollouts in order of training; result: run.json; notes: what was wrong.
+    """
+
+    folder: Path
+    events: list[Event]
+    config: dict[str, Any]
+    config_text: str
+    steps: list[Row]
+    examinations: list[Event]
+    rollouts: list[dict[str, Any]]
+    result: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def header(self) -> Event:
+        """The newest `run` event."""
+        return next(event for event in reversed(self.events) if event.kind == "run")
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run was over; None if it was killed or still goes on."""
+        return self.events[-1]["reason"] if self.events[-1].kind == "ended" else None
+
+    @property
+    def unit(self) -> str:
+        """Of every time: seconds, or a simulation's own unit."""
+        return "units" if self.header.fields.get("clock") == "virtual" else "s"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return timeline(self.events)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The effective value of `section.name`, or `default` where it isn't set."""
+        section, name = key.split(".")
+        return self.config.get(section, {}).get(name, default)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of RUN/. Raises UserError when the folder is missing or holds no trace of a run."""
+    events = _read_events(folder)
+    notes: list[str] = []
+    config_text = _text(folder / "config.toml")
+    return RunRecord(
+        folder=folder,
+        events=events,
+        config=_parse_config(config_text, notes),
+        config_text=config_text,
+        steps=_step_rows(events, _json_lines(folder / "metrics.jsonl", notes)),
+        examinations=kept_examinations(events),
+        rollouts=_kept_rollouts(_json_lines(folder / "rollouts.jsonl", notes)),
+        result=_parse_result(folder / "run.json", notes),
+        notes=notes,
+    )
+
+
+def _read_events(folder: Path) -> list[Event]:
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}{_nearest_run(folder)}")
+    if not (folder / TRACE).is_file():
+        raise UserError(f"{folder} holds no {TRACE}, so it is no run folder{_nearest_run(folder)}")
+    try:
+        events = continuous(read_trace(folder / TRACE))
+    except (UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / TRACE} is no trace of a run ({error})") from None
+    if not events or events[0].kind != "run":
+        raise UserError(f"{folder / TRACE} doesn't begin with a run: the run died before its loop began")
+    return events
+
+
+def _nearest_run(folder: Path) -> str:
+    """A hint: a run inside the folder, or the one beside it whose name is nearest (else the newest)."""
+    runs = _runs_in(folder) or _runs_in(folder.parent)
+    if not runs:
+        return f"; no run lies in {folder.parent} either"
+    names = [run.name for run in runs]
+    close = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.5)
+    newest = max(runs, key=lambda run: (run / TRACE).stat().st_mtime)
+    return f"; did you mean {runs[names.index(close[0])] if close else newest}?"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob(f"*/{TRACE}")) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _parse_config(text: str, notes: list[str]) -> dict[str, Any]:
+    if not text:
+        notes.append("config.toml is missing: what the run was set to is not known.")
+        return {}
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        notes.append(f"config.toml can't be read ({error}).")
+        return {}
+    return {name: table for name, table in tables.items() if isinstance(table, dict)}
+
+
+def _parse_result(path: Path, notes: list[str]) -> dict[str, Any]:
+    text = _text(path)
+    try:
+        result = json.loads(text) if text else {}
+    except json.JSONDecodeError as error:
+        notes.append(f"run.json can't be read ({error}).")
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def _json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; lines that a kill cut short are left out and counted in `notes`."""
+    objects: list[dict[str, Any]] = []
+    num_bad = 0
+    for line in _text(path).split("\n"):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            num_bad += 1
+            continue
+        if isinstance(value, dict) and isinstance(value.get("version"), int):
+            objects.append(value)
+        else:
+            num_bad += 1
+    if num_bad:
+        notes.append(f"{num_bad} line{'s' * (num_bad > 1)} of {path.name} can't be read and {_were(num_bad)} left out.")
+    return objects
+
+
+def _were(num: int) -> str:
+    return "was" if num == 1 else "were"
+
+
+def _step_rows(events: Sequence[Event], metrics: Iterable[Row]) -> list[Row]:
+    """One row per kept step: what the trace says, and beside it whatever only metrics.jsonl knows."""
+    of_trace: dict[int, Row] = {}
+
+    def keep(row: Row) -> None:
+        if "step_s" in row:
+            of_trace[row["version"]] = row
+
+    listener = StepMetrics(keep)
+    for event in events:
+        listener(event)
+    of_file = {row["version"]: row for row in metrics if "examined" not in row}
+    kept = [step.trained["version"] for step in kept_steps(events)]
+    return [_numbers({**of_file.get(version, {}), **of_trace[version]}) for version in kept]
+
+
+def _numbers(row: Row) -> Row:
+    return {name: value if _is_number(value) else None for name, value in row.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _kept_rollouts(rollouts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In order of training. Where a resume set the version back, what was trained after its checkpoint goes."""
+    kept: list[dict[str, Any]] = []
+    for rollout in rollouts:
+        while kept and kept[-1]["version"] > rollout["version"]:
+            kept.pop()
+        kept.append(rollout)
+    return kept
+
+
+def thinned(rows: Sequence[Row], limit: int) -> list[Row]:
+    """At most `limit` rows: neighbours are joined into their mean (highs keep the highest, lows the lowest)."""
+    width = math.ceil(len(rows) / limit)
+    if width <= 1:
+        return list(rows)
+    return [_joined(rows[first : first + width]) for first in range(0, len(rows), width)]
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    joined: Row = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        joined[name] = _pick(name)(values) if values else None
+    joined["version"] = rows[-1]["version"]
+    return joined
+
+
+def _pick(name: str) -> Any:
+    if name.endswith(("_max", "_q99", "_q95", "_steps")):
+        return max
+    if name.endswith(("_min", "_q01", "_q05")):
+        return min
+    return _mean
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
