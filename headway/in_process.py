@@ -19,7 +19,7 @@ from headway.data import PromptSource, load_items, split_items
 from headway.generate.episode import Episodes, Sampling
 from headway.generate.torch_engine import TorchEngine
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
-from headway.objectives.named import Objective, objective
+from headway.objectives.named import Objective
 from headway.prepare.credit import assign_credit
 from headway.prepare.pack import Batch, pack
 from headway.render import end_ids, render_prompts
@@ -60,12 +60,13 @@ class Parts:
             await stages.close()
 
 
-def compose(config: Config, checkpoint: Checkpoint | None, say: Callable[[str], object]) -> Parts:
+def compose(
+    config: Config, objective: Objective, checkpoint: Checkpoint | None, say: Callable[[str], object]
+) -> Parts:
     """Load and check all parts of a run. `say` is told what takes its time.
 
     Raises UserError for whatever the user can mend.
     """
-    chosen = _objective(config)
     if config.model.path is None:
         raise UserError("model.path is not set: give a local Hugging Face folder, or package:NAME, or a hub id")
     say("reading the prompts")
@@ -101,7 +102,7 @@ def compose(config: Config, checkpoint: Checkpoint | None, say: Callable[[str], 
         source=source,
         held_out=held_out,
         scorer=make_scorer(config.score, training + held_out),
-        objective=chosen,
+        objective=objective,
         sampling=Sampling(
             max_new_tokens=config.generate.max_new_tokens,
             temperature=config.generate.temperature,
@@ -110,27 +111,6 @@ def compose(config: Config, checkpoint: Checkpoint | None, say: Callable[[str], 
         ),
         version=checkpoint.progress["version"] if checkpoint else 0,
     )
-
-
-def _objective(config: Config) -> Objective:
-    settings, schedule = config.objective, config.schedule
-    try:
-        chosen = objective(
-            settings.name,
-            weight_cap=settings.weight_cap,
-            reduction=settings.reduction,
-            length=config.generate.max_new_tokens,
-        )
-    except ValueError as error:
-        raise UserError(f"objective: {error}") from None
-    if "whole_groups" in chosen.recorded and schedule.group_size < 2:
-        raise UserError(
-            f"{chosen.name} compares the rollouts of one prompt, and schedule.group_size is {schedule.group_size}: "
-            "set it to 2 or more, 8 for instance"
-        )
-    if config.generate.temperature == 0:
-        raise UserError("generate.temperature is 0: greedy rollouts of a prompt are all the same; set it to 1.0")
-    return chosen
 
 
 def _restore(trainer: LocalTrainer, source: PromptSource, checkpoint: Checkpoint) -> None:

@@ -13,21 +13,6 @@ from headway.types import Prompt, UserError
 class Tokenizer(Protocol):
     """What is asked of a tokenizer; those of `transformers` have it."""
 
-    @property
-    def chat_template(self) -> Any: ...
-
-    @property
-    def bos_token_id(self) -> Any: ...
-
-    @property
-    def eos_token_id(self) -> Any: ...
-
-    @property
-    def unk_token_id(self) -> Any: ...
-
-    @property
-    def all_special_tokens(self) -> Any: ...
-
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Called as `encode(text, add_special_tokens=...)`: a list of ids."""
         ...
@@ -38,6 +23,10 @@ class Tokenizer(Protocol):
 
     def get_vocab(self) -> Any:
         """Token -> id, special tokens included."""
+        ...
+
+    def __getattr__(self, name: str, /) -> Any:
+        """chat_template, bos_token_id, eos_token_id, unk_token_id (None: there is none), all_special_tokens."""
         ...
 
 

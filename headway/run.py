@@ -13,6 +13,7 @@ from typing import Any
 from headway import clock
 from headway.checkpoint import Checkpoint, newest_checkpoint
 from headway.config import Config, Resolved
+from headway.objectives.named import Objective, objective
 from headway.reports.folder import RunFolder, choose_folder
 from headway.reports.progress import ProgressLine
 from headway.schedule import loop
@@ -22,6 +23,7 @@ from headway.simulate.doubles import Doubles, Times
 from headway.simulate.workload import make_lengths
 from headway.stages import Stages
 from headway.trace import Event, Trace
+from headway.types import UserError
 
 
 async def drive(
@@ -84,6 +86,31 @@ def sizes(config: Config, *, num_groups: int | None = None) -> Settings:
     )
 
 
+def chosen_objective(config: Config) -> Objective:
+    """The objective that the configuration names, with its values in place.
+
+    Raises UserError for an unknown name or value, and for a combination that can't learn.
+    """
+    settings = config.objective
+    try:
+        chosen = objective(
+            settings.name,
+            weight_cap=settings.weight_cap,
+            reduction=settings.reduction,
+            length=config.generate.max_new_tokens,
+        )
+    except ValueError as error:
+        raise UserError(f"objective: {error}") from None
+    if "whole_groups" in chosen.recorded and config.schedule.group_size < 2:
+        raise UserError(
+            f"{chosen.name} compares the rollouts of one prompt, and schedule.group_size is "
+            f"{config.schedule.group_size}: set it to 2 or more, 8 for instance"
+        )
+    if config.generate.temperature == 0:
+        raise UserError("generate.temperature is 0: greedy rollouts of a prompt are all the same; set it to 1.0")
+    return chosen
+
+
 def simulate(config: Config) -> list[Event]:
     """The run's schedule on virtual time, with doubles for the verbs -> its trace."""
     simulation = config.simulate
@@ -100,13 +127,14 @@ def train(resolved: Resolved, *, resume: Path | None = None) -> Path:
 
     Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
     """
+    chosen = chosen_objective(resolved.config)
     with ProgressLine() as progress_line:
         progress_line.phase("importing torch and transformers")
         from headway.in_process import compose
 
         checkpoint = newest_checkpoint(resume / "checkpoints") if resume else None
         path = resume or choose_folder(resolved.config.run)
-        parts = compose(resolved.config, checkpoint, progress_line.phase)
+        parts = compose(resolved.config, chosen, checkpoint, progress_line.phase)
         folder = RunFolder(path)
         try:
             return clock.run(_train(resolved, parts, folder, checkpoint, progress_line))

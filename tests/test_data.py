@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import headway.data
@@ -218,7 +219,7 @@ def test_prompts_of_the_file_are_held_out_whatever_the_seed(tmp_path):
 def test_a_file_with_too_few_prompts_to_hold_out(tmp_path):
     settings = Data(source=write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"}))
     assert len(split_of(settings, Evaluate(size=1)).training) == 1
-    with pytest.raises(UserError, match="gives 2 prompts, too few for evaluate.size = 2.*at most 1"):
+    with pytest.raises(UserError, match=r"gives 2 prompts, too few for evaluate.size = 2.*at most 1"):
         split_of(settings, Evaluate(size=2))
 
 
@@ -238,7 +239,7 @@ def test_unfit_evaluation_files(tmp_path):
         split_of(training, Evaluate(size=2, source=held_out))
     with pytest.raises(UserError, match="uid 'x' names a training prompt and another held-out prompt"):
         split_of(training, Evaluate(size=1, source=held_out))
-    with pytest.raises(UserError, match="no .jsonl file"):
+    with pytest.raises(UserError, match=r"no .jsonl file"):
         split_of(training, Evaluate(size=1, source="addition"))
 
 
@@ -294,6 +295,7 @@ def prompts_named(num):
     return [Prompt(uid=str(n), text=f"question {n}") for n in range(num)]
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 2**40), st.integers(0, 50))
 def test_every_epoch_is_a_permutation(num, seed, epoch):
     source = PromptSource(prompts_named(num), seed=seed)
@@ -302,6 +304,7 @@ def test_every_epoch_is_a_permutation(num, seed, epoch):
     assert {of for _, of in answered} == {epoch}
 
 
+@hypothesis_settings(deadline=None)
 @given(st.integers(1, 12), st.integers(), st.permutations(range(30)))
 def test_a_groups_prompt_does_not_depend_on_what_was_asked_before(num, seed, groups):
     in_order = [PromptSource(prompts_named(num), seed=seed).at(group) for group in range(30)]

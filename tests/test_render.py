@@ -114,7 +114,7 @@ def test_a_word_that_is_no_single_token(word, message):
 def test_a_tokenizer_without_an_end_token():
     tokenizer = Words()
     tokenizer.eos_token_id = None
-    with pytest.raises(UserError, match="no end token; set generate.end_tokens; special tokens are <s>"):
+    with pytest.raises(UserError, match=r"no end token; set generate.end_tokens; special tokens are <s>"):
         end_ids(tokenizer, None)
 
 

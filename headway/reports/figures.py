@@ -5,6 +5,7 @@ Every figure has the train step on its x axis, as the version that the step made
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,9 @@ from headway.reports.summary import Span
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6db3", "#d97b29", "#2f8f5b", "#c0392b", "#7d5ba6", "#8a96a3"
 BAND = "rgba(47,109,179,{alpha})"
+
+ALL_ZERO = 1e-8
+"""Where a log axis draws exact zeros if it has nothing else."""
 
 MAX_POINTS = 1000
 """Steps drawn one by one; a longer run has neighbours joined."""
@@ -49,15 +53,16 @@ def house_style(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
         template="none",
         height=height,
         margin={"l": 64, "r": 24, "t": 34, "b": 46},
-        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
+        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": INK},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="white",
         hovermode="x unified",
         hoverlabel={"bgcolor": "white", "bordercolor": GRID},
         legend={"orientation": "h", "x": 0, "y": 1.0, "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}},
     )
-    figure.update_xaxes(gridcolor=GRID, zeroline=False, linecolor=GREY, ticks="outside", tickcolor=GREY)
-    figure.update_yaxes(gridcolor=GRID, zeroline=False, automargin=True)
+    title = {"font": {"size": 12, "color": MUTED}}
+    figure.update_xaxes(gridcolor=GRID, zeroline=False, linecolor=GREY, ticks="outside", tickcolor=GREY, title=title)
+    figure.update_yaxes(gridcolor=GRID, zeroline=False, automargin=True, title=title)
     figure.update_layout(**layout)
     return figure
 
@@ -99,8 +104,11 @@ def band(rows: Sequence[Row], low: Column, high: Column, label: str, alpha: floa
     )
 
 
-def _x_title(figure: go.Figure, **where: Any) -> None:
-    figure.update_xaxes(title={"text": "train step", "standoff": 8}, rangemode="tozero", **where)
+def _x_steps(figure: go.Figure, run: RunRecord, **where: Any) -> None:
+    """The x axis: from version 0, before the first step, to the newest; with room for a mark at either end."""
+    last = max([1, *(row["version"] for row in run.steps), *(event["version"] for event in run.examinations)])
+    figure.update_xaxes(range=[-0.015 * last, 1.015 * last], dtick=1 if last <= 12 else None)
+    figure.update_xaxes(title={"text": "train step", "standoff": 8}, **where)
 
 
 # ---- is it learning?
@@ -116,13 +124,14 @@ def reward(run: RunRecord) -> go.Figure | None:
     if sampled:
         mean, std = column(steps, "reward_mean"), column(steps, "reward_std")
         if has(steps, "reward_std"):
-            figure.add_trace(band(steps, _plus(mean, std, -1), _plus(mean, std, 1), "± one std of the rollouts", 0.12))
+            ends = _plus(mean, std, -1, run), _plus(mean, std, 1, run)
+            figure.add_trace(band(steps, *ends, "± one std of the rollouts", 0.12))
         figure.add_trace(line(steps, "reward_mean", "sampled reward, mean", BLUE))
     shared = all(0 <= value <= 1 for value in column(steps, "reward_mean") if value is not None)
     if run.examinations:
         figure.add_trace(_greedy(run, "y" if shared else "y2"))
     house_style(figure, 360)
-    _x_title(figure)
+    _x_steps(figure, run)
     figure.update_yaxes(title={"text": "reward and accuracy" if shared else "reward"})
     if not shared:
         accuracy = {"text": "greedy accuracy"}
@@ -132,9 +141,11 @@ def reward(run: RunRecord) -> go.Figure | None:
     return figure
 
 
-def _plus(mean: Column, std: Column, sign: int) -> Column:
+def _plus(mean: Column, std: Column, sign: int, run: RunRecord) -> Column:
+    """mean ± std, but no further than any reward that was given."""
+    lowest, highest = run.observed_rewards or (-math.inf, math.inf)
     return [
-        None if middle is None or half is None else _rounded(middle + sign * half)
+        None if middle is None or half is None else _rounded(min(max(middle + sign * half, lowest), highest))
         for middle, half in zip(mean, std, strict=True)
     ]
 
@@ -172,7 +183,7 @@ def response_length(run: RunRecord) -> go.Figure | None:
     figure.add_trace(line(steps, "response_tokens_max", "longest", GREY, dash="dot"), 1, 1)
     figure.add_trace(line(steps, "truncated_share", "cut off at the token budget", RED), 2, 1)
     house_style(figure, 380)
-    _x_title(figure, row=2)
+    _x_steps(figure, run, row=2)
     figure.update_yaxes(title={"text": "tokens"}, rangemode="tozero", row=1)
     figure.update_yaxes(title={"text": "share"}, tickformat=".0%", rangemode="tozero", row=2)
     return figure
@@ -197,7 +208,7 @@ def optimizer(run: RunRecord) -> go.Figure | None:
         figure.add_trace(line(steps, name, label, color), 1, number)
         figure.update_yaxes(exponentformat="power", row=1, col=number)
     house_style(figure, 250)
-    _x_title(figure)
+    _x_steps(figure, run)
     return figure
 
 
@@ -222,30 +233,32 @@ def lag(run: RunRecord) -> go.Figure | None:
             annotation={"text": f"run_ahead {run_ahead:g}", "font": {"color": GREEN, "size": 12}},
             annotation_position="top right",
         )
-    _x_title(figure)
+    _x_steps(figure, run)
     figure.update_yaxes(title={"text": "lag (versions)"}, rangemode="tozero")
     return figure
 
 
 def mismatch(run: RunRecord) -> go.Figure | None:
-    """The trainer's log-probs against those recorded at sampling: k1 on a linear axis, k3 (overall, by lag) on a log."""
+    """The trainer's log-probs against those recorded at sampling: k1, and k3 (overall and by lag) on a log axis."""
     steps = rows(run)
     k3 = [name for name in _k3_names(steps) if has(steps, name)]
     if not k3 and not has(steps, "mismatch_kl_k1"):
         return None
-    figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=("k1: mean of −log ratio", "k3: never negative, log axis")
-    )
+    titles = ("k1: mean of −log ratio", "k3: never negative, log axis")
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=titles)
+    figure.update_annotations(font={"size": 12, "color": MUTED})
     figure.add_trace(line(steps, "mismatch_kl_k1", "k1", BLUE), 1, 1)
     for trace in _k3_traces(steps, k3):
         figure.add_trace(trace, 1, 2)
-    house_style(figure, 340, margin={"l": 64, "r": 24, "t": 64, "b": 46})
-    figure.update_layout(legend={"y": 1.1})
-    _x_title(figure)
+    house_style(figure, 340, margin={"l": 64, "r": 24, "t": 56, "b": 46})
+    figure.update_layout(legend={"y": 1.09})
+    _x_steps(figure, run)
     figure.update_yaxes(exponentformat="power", row=1, col=1)
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1, minor={"ticks": ""}, row=1, col=2)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, tickfont={"size": 10}, row=1, col=2)
+    if not any(column(steps, "mismatch_kl_k1")):
+        figure.update_yaxes(range=[-1e-6, 1e-6], row=1, col=1)
     if not any(value for name in k3 for value in column(steps, name)):
-        figure.update_yaxes(range=[-9, -5], row=1, col=2)
+        figure.update_yaxes(range=[-9, -5], tickvals=[ALL_ZERO], ticktext=["0"], row=1, col=2)
     return figure
 
 
@@ -261,7 +274,7 @@ def _k3_traces(steps: Sequence[Row], names: Sequence[str]) -> list[go.Scatter]:
     colors = [PURPLE, GREEN, ORANGE, RED, GREY, BLUE]
     columns = {name: column(steps, name) for name in names}
     positive = [value for values in columns.values() for value in values if value is not None and value > 0]
-    floor = min(positive) / 10 if positive else 1e-8
+    floor = min(positive) / 10 if positive else ALL_ZERO
     traces: list[go.Scatter] = []
     x = column(steps, "version")
     for number, (name, values) in enumerate(columns.items()):
@@ -305,7 +318,7 @@ def ratios(run: RunRecord) -> go.Figure | None:
             figure.add_trace(line(steps, name, f"{label} (click to show)", RED, dash="dot", visible="legendonly"))
     house_style(figure, 340)
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
-    _x_title(figure)
+    _x_steps(figure, run)
     figure.update_yaxes(title={"text": "probability ratio"})
     return figure
 
@@ -323,7 +336,7 @@ def correction(run: RunRecord) -> go.Figure | None:
         figure.add_trace(line(steps, name, label, color), 1, number)
         figure.update_yaxes(tickformat=".3~%", rangemode="tozero", row=1, col=number)
     house_style(figure, 250)
-    _x_title(figure)
+    _x_steps(figure, run)
     return figure
 
 
@@ -341,7 +354,7 @@ def utilization(run: RunRecord) -> go.Figure | None:
         figure.add_trace(line(steps, "examining", "lanes answering an examination", GREY, dash="dot"))
     figure.add_trace(line(steps, "trainer", "trainer computing", ORANGE))
     house_style(figure, 300)
-    _x_title(figure)
+    _x_steps(figure, run)
     figure.update_yaxes(tickformat=".0%", range=[0, 1.05], title={"text": "busy share of the time"})
     return figure
 
@@ -401,6 +414,6 @@ def throughput(run: RunRecord) -> go.Figure | None:
     if has(steps, "trained_tokens_per_s"):
         figure.add_trace(line(steps, "trained_tokens_per_s", "trained", ORANGE))
     house_style(figure, 280)
-    _x_title(figure)
+    _x_steps(figure, run)
     figure.update_yaxes(title={"text": f"tokens / {run.unit.rstrip('s') or 's'}"}, rangemode="tozero")
     return figure

@@ -15,6 +15,9 @@ from headway.reports.summary import Span, Timeline
 MAX_LANES = 32
 MAX_BARS = 4000
 STEPS_IN_VIEW = 6
+ABOVE_PX, BELOW_PX = 48, 118
+"""Room for the buttons, and for axis and legends."""
+
 TRAINER, SYNC = "#27323d", "#e0a100"
 VERSION_COLORS = ("#7fb3e6", "#86cfc4", "#a5d28c", "#e3d26f", "#f2b26b", "#ea9a94", "#d7a1d0", "#a9a6e0")
 """Neighbouring versions have neighbouring hues, so a lane that lags is seen; the colours repeat."""
@@ -86,7 +89,8 @@ def gantt(run: RunRecord) -> go.Figure | None:
             line={"color": RED, "width": 2},
             annotation={"text": "resumed", "font": {"color": RED, "size": 12}},
         )
-    house_style(figure, 150 + 20 * len(shown.lanes), barmode="overlay", hovermode="closest", dragmode="pan")
+    house_style(figure, ABOVE_PX + BELOW_PX + _plot_px(shown), barmode="overlay", hovermode="closest", dragmode="pan")
+    _legends(figure, _plot_px(shown))
     _axes(figure, shown, trainer_row, run.unit)
     _view_buttons(figure, lines, shown)
     return figure
@@ -118,7 +122,7 @@ def _lane_bars(shown: Drawing, unit: str) -> list[go.Bar]:
     if examination:
         hatched = {"shape": "/", "fgcolor": GREY, "bgcolor": "#eef1f4", "size": 5, "solidity": 0.25}
         marker = {"color": "#eef1f4", "pattern": hatched, "line": {"color": GREY, "width": 0.4}}
-        traces.append(_trace_of(examination, "examination", marker, unit))
+        traces.append(_trace_of(examination, "examination", marker, unit).update(legend="legend2"))
     return traces
 
 
@@ -130,9 +134,7 @@ def _trace_of(bars: Sequence[tuple[int, Span]], name: str, marker: dict[str, Any
 
 def _version_label(bars: Sequence[tuple[int, Span]]) -> str:
     versions = sorted({span.version for _, span in bars})
-    return f"began with version {versions[0]}" if len(versions) == 1 else f"{versions[0]}, {versions[1]}" + (
-        " …" if len(versions) > 2 else ""
-    )
+    return ", ".join(str(version) for version in versions[:2]) + (" …" if len(versions) > 2 else "")
 
 
 def _rollout_text(span: Span, unit: str) -> str:
@@ -151,7 +153,8 @@ def _trainer_bars(shown: Drawing, row: float, unit: str) -> go.Bar:
         shown.trainer,
         [row] * len(shown.trainer),
         [f"train step: version {span.version} → {span.version + 1}<br>{_when(span, unit)}" for span in shown.trainer],
-        name="train step",
+        name="train step, with the version it made",
+        legend="legend2",
         marker={"color": TRAINER},
         width=1.1,
         text=[str(span.version + 1) for span in shown.trainer],
@@ -168,6 +171,7 @@ def _sync_bars(shown: Drawing, row: float, unit: str) -> go.Bar:
         [row] * len(shown.syncs),
         [f"sync of version {span.version} to the engine<br>{_when(span, unit)}" for span in shown.syncs],
         name="sync",
+        legend="legend2",
         marker={"color": SYNC},
         width=1.1,
     )
@@ -179,7 +183,8 @@ def _published_lines(shown: Drawing, row: float) -> go.Scatter:
     return go.Scatter(
         x=[value for at_s in published for value in (at_s, at_s, None)],
         y=[value for _ in published for value in (-0.6, row + 0.6, None)],
-        name="new weights published",
+        name="new weights are out",
+        legend="legend2",
         mode="lines",
         line={"color": INK, "width": 1, "dash": "dot"},
         hoverinfo="skip",
@@ -201,12 +206,24 @@ def _axes(figure: go.Figure, shown: Drawing, trainer_row: float, unit: str) -> N
     figure.update_layout(bargap=0, uniformtext={"mode": "hide", "minsize": 9})
 
 
+def _plot_px(shown: Drawing) -> int:
+    return 20 * len(shown.lanes) + 56
+
+
+def _legends(figure: go.Figure, plot_px: int) -> None:
+    """Below the picture: the colours of the versions, and what else there is."""
+    below = {"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "top", "font": {"size": 12}}
+    figure.update_layout(
+        margin={"t": ABOVE_PX, "b": BELOW_PX},
+        legend={**below, "y": -48 / plot_px, "title": {"text": "began with version  ", "font": {"size": 12}}},
+        legend2={**below, "y": -76 / plot_px},
+    )
+
+
 def _view_buttons(figure: go.Figure, lines: Timeline, shown: Drawing) -> None:
     views = _views(lines, shown)
     figure.update_xaxes(range=views[0][1])
     figure.update_layout(
-        margin={"t": 78},
-        legend={"y": 1.0},
         updatemenus=[
             {
                 "type": "buttons",
@@ -215,14 +232,13 @@ def _view_buttons(figure: go.Figure, lines: Timeline, shown: Drawing) -> None:
                 "xanchor": "right",
                 "y": 1,
                 "yanchor": "bottom",
-                "pad": {"b": 44},
+                "pad": {"b": 6},
                 "showactive": True,
                 "font": {"size": 12},
                 "bgcolor": "white",
                 "bordercolor": "#cfd6dd",
                 "buttons": [
-                    {"label": label, "method": "relayout", "args": [{"xaxis.range": extent}]}
-                    for label, extent in views
+                    {"label": label, "method": "relayout", "args": [{"xaxis.range": extent}]} for label, extent in views
                 ],
             }
         ],
@@ -243,7 +259,8 @@ def _views(lines: Timeline, shown: Drawing) -> list[tuple[str, list[float]]]:
     if len(shown.windows) == 1:
         views.append(("whole run", whole))
     else:
-        views += [("all drawn of the beginning", [0.0, first.ended_s]), ("... of the end", [last.began_s, lines.total_s])]
+        views.append(("whole beginning", [0.0, first.ended_s]))
+        views.append(("whole end", [last.began_s, lines.total_s]))
     return views
 
 

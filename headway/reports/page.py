@@ -19,7 +19,6 @@ from headway.reports import rollout_text, wording
 from headway.reports.interval import wilson
 from headway.reports.page_style import CSS, DRAW
 from headway.reports.record import RunRecord, read_run
-from headway.reports.summary import summarise
 from headway.trace import Event
 
 PAGE = "index.html"
@@ -46,7 +45,7 @@ def _learning_pictures() -> list[Picture]:
             "reward",
             "Reward",
             "Mean reward of the rollouts that each step trained on, and greedy answers to held-out prompts.",
-            "both rise together and level off; sampled reward alone rising is a sign of overfitting or of a lax scorer.",
+            "both rise and level off; sampled reward that rises alone is a sign of overfitting or of a lax scorer.",
             figures.reward,
         ),
         Picture(
@@ -108,8 +107,8 @@ def _hardware_pictures() -> list[Picture]:
         Picture(
             "timeline",
             "Timeline",
-            "Each bar is a rollout in its lane, coloured by the version it began with; below, the trainer's steps, each "
-            "with the version it made. Drag to move, buttons to jump.",
+            "Each bar is a rollout in its lane, coloured by the version it began with; at the bottom, the train steps. "
+            "Drag to move.",
             "lanes without gaps; the trainer waits for rollouts rather than rollouts for the trainer.",
             gantt.gantt,
         ),
@@ -207,8 +206,13 @@ def _headline(run: RunRecord) -> str:
     chips = "".join(f"<li>{html.escape(label)} <b>{html.escape(value)}</b></li>" for label, value in _facts(run))
     return (
         f'<header><p class="what">A Headway run</p><h1>{html.escape(_name(run))}</h1>'
-        f'<p class="lead">{html.escape(outcome(run))}</p><ul class="chips">{chips}</ul></header>'
+        f'<p class="lead">{_unbroken(html.escape(outcome(run)))}</p><ul class="chips">{chips}</ul></header>'
     )
+
+
+def _unbroken(text: str) -> str:
+    """No line break within an interval or before a percent sign."""
+    return text.replace("–", "–\N{WORD JOINER}").replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -233,7 +237,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def outcome(run: RunRecord) -> str:
     """The run in two sentences."""
-    figures = summarise(run.events)
+    figures = run.figures
     num_steps = len(run.steps)
     if not num_steps:
         return f"No train step has ended yet, after {_time(run, figures['total'])}."
@@ -241,17 +245,15 @@ def outcome(run: RunRecord) -> str:
     gains = [gain for gain in (_reward_gain(run), _accuracy_gain(run)) if gain]
     said = ", and ".join(gains) if gains else "no reward was recorded"
     rate = _tokens(run) / figures["total"] if figures["total"] else 0.0
-    speed = f"{rate:,.0f} tokens/s were sampled" if run.unit == "s" else f"{figures['throughput']:.4g} rollouts per unit"
-    return f"In {steps} and {_time(run, figures['total'])}, {said}. {speed[0].upper()}{speed[1:]}."
+    speed = f"{rate:,.0f} tokens per second" if run.unit == "s" else f"{figures['throughput']:.4g} rollouts per unit"
+    return f"In {steps} and {_time(run, figures['total'])} ({speed}), {said}."
 
 
 def _time(run: RunRecord, total: float) -> str:
-    """
-    Seconds in words while they are few, else as on a clock.
-    """
+    """Seconds while they are few, else as on a clock."""
     if run.unit != "s":
-        return f"{total:.4g} units of time"
-    return f"{total:.3g} seconds" if total < 60 else f"{wording.duration(total)} {'h' if total >= 3600 else 'min'}"
+        return f"{total:.4g} units"
+    return f"{total:.3g} s" if total < 60 else f"{wording.duration(total)} {'h' if total >= 3600 else 'min'}"
 
 
 def _tokens(run: RunRecord) -> float:
@@ -287,7 +289,11 @@ def _accuracy_gain(run: RunRecord) -> str:
     first, last = examined[0], examined[-1]
     if first is last:
         return f"greedy accuracy at version {first['version']} was {_accuracy(first)}"
-    return f"greedy accuracy on held-out prompts from {_accuracy(first)} to {_accuracy(last)}"
+    before, after = (wording.percent(event["num_correct"] / event["num"]) for event in (first, last))
+    return (
+        f"greedy accuracy on held-out prompts went from {before} to {after} "
+        f"(95 % intervals {wording.interval(first)} and {wording.interval(last)})"
+    )
 
 
 def _accuracy(event: Event) -> str:
@@ -347,7 +353,7 @@ def _reward_card(run: RunRecord) -> str:
     if not ends:
         return ""
     first, last, width = ends
-    over = "one step" if width == 1 else f"{width} steps"
+    over = "step" if width == 1 else f"{width} steps"
     lengths = [row["response_tokens_mean"] for row in run.steps if row.get("response_tokens_mean") is not None]
     details = [f"{side} {over}" for side in ("first", "last")]
     if lengths:
@@ -376,7 +382,7 @@ def _card_row(label: str, share: float, value: str, detail: str, css: str = "", 
 
 
 def _tiles(run: RunRecord) -> str:
-    figures = summarise(run.events)
+    figures = run.figures
     asked = run.header.fields.get("steps")
     tiles = [
         (f"{len(run.steps)}" + (f" of {asked}" if asked else ""), "train steps"),
@@ -389,7 +395,8 @@ def _tiles(run: RunRecord) -> str:
     if run.unit == "s" and figures["total"]:
         tiles.insert(2, (f"{_tokens(run) / figures['total']:,.0f}", "tokens sampled per second"))
     cells = "".join(
-        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>' for value, label in tiles
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>'
+        for value, label in tiles
     )
     return f'<section class="tiles" aria-label="the run in numbers">{cells}</section>'
 
@@ -446,10 +453,11 @@ def _rollouts(run: RunRecord) -> str:
         if rollouts
     )
     return (
-        "<section><h2>What it wrote</h2><p>Sampled answers, token by token. The background is the token's log-ratio: the "
-        "trainer's log-prob minus the one it was sampled with. <b>Healthy:</b> white, or pale where a rollout lags; hover "
-        f"for the number and the version that sampled the token. {len(early) + len(late)} of {len(run.rollouts):,} kept "
-        f"rollouts are shown.</p>{rollout_text.legend()}{shown}</section>"
+        "<section><h2>What it wrote</h2><p>Sampled answers, token by token. The background is the token's log-ratio: "
+        "the trainer's log-prob minus the one it was sampled with; hover over a token for the number and for the "
+        f"version that sampled it. {len(early) + len(late)} of {len(run.rollouts):,} kept rollouts are shown. "
+        '<b class="good">Healthy:</b> white, or pale where a rollout lags.</p>'
+        f"{rollout_text.legend()}{shown}</section>"
     )
 
 

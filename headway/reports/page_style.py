@@ -21,22 +21,23 @@ p{margin:6px 0}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:16px;margin:20px 0 0}
 .card{border:1px solid var(--line);border-radius:10px;padding:14px 18px 16px}
 .card h3{margin:0 0 6px}
-.pair{display:grid;grid-template-columns:4.2em 1fr auto;gap:4px 12px;align-items:center;font-variant-numeric:tabular-nums}
-.pair .value{font-size:1.3rem;font-weight:650;text-align:right}
+.pair{display:grid;grid-template-columns:4.2em 1fr 5.8em;gap:4px 12px;align-items:center;
+ font-variant-numeric:tabular-nums}
+.pair .value{font-size:1.3rem;font-weight:650;text-align:right;white-space:nowrap}
 .pair .detail{grid-column:2/4;color:var(--muted);font-size:.84rem;margin:-4px 0 6px}
 .track{position:relative;height:14px;background:var(--soft);border-radius:7px;border:1px solid var(--line)}
 .track .fill{position:absolute;inset:0 auto 0 0;border-radius:7px;background:#c9d6e4}
 .after .fill{background:#a9cdb8}
 .track .interval{position:absolute;top:4px;height:4px;background:#53606c;border-radius:2px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(145px,1fr));gap:10px;margin:16px 0 0;padding:0}
-.tile{background:var(--soft);border-radius:8px;padding:10px 14px}
-.tile b{display:block;font-size:1.25rem;font-weight:650;font-variant-numeric:tabular-nums}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:10px;margin:16px 0 0;padding:0}
+.tile{min-width:0;background:var(--soft);border-radius:8px;padding:10px 12px}
+.tile b{display:block;font-size:1.15rem;font-weight:650;font-variant-numeric:tabular-nums}
 .tile span{color:var(--muted);font-size:.84rem}
-figure{margin:24px 0 0}
+figure{margin:24px 0 0;overflow-x:auto;overflow-y:hidden}
 figure h3{margin:0}
 figcaption{color:var(--muted);font-size:.92rem;margin:0 0 2px}
 figcaption b{color:var(--green);font-weight:600}
-.plot{width:100%}
+.plot{width:100%;min-width:640px}
 .absent{color:var(--muted);font-size:.92rem;margin-top:16px}
 .scale{display:flex;flex-wrap:wrap;gap:4px;align-items:center;font-size:.82rem;color:var(--muted);margin:10px 0}
 .swatch{padding:1px 8px;border:1px solid var(--line);border-radius:4px;color:var(--ink)}
@@ -63,7 +64,6 @@ footer{color:var(--muted);font-size:.84rem;margin-top:40px}
 DRAW = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
 for (const [name, figure] of Object.entries(figures)) {
-  Plotly.newPlot(name, figure.data, figure.layout, {responsive: true, displaylogo: false, displayModeBar: "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]});
+  Plotly.newPlot(name, figure.data, figure.layout, {responsive: true, displayModeBar: false});
 }
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.metrics import StepMetrics
-from headway.reports.summary import Timeline, continuous, kept_examinations, kept_steps, timeline
+from headway.reports.summary import Timeline, continuous, kept_examinations, kept_steps, summarise, timeline
 from headway.trace import Event, read_trace
 from headway.types import UserError
 
@@ -60,6 +60,18 @@ class RunRecord:
     @cached_property
     def timeline(self) -> Timeline:
         return timeline(self.events)
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """As `summary.summarise`."""
+        return summarise(self.events)
+
+    @cached_property
+    def observed_rewards(self) -> tuple[float, float] | None:
+        """The lowest and the highest reward that a scorer gave."""
+        rewards = [event["reward"] for event in self.events if event.kind == "scored"]
+        given = [reward for reward in rewards if reward is not None]
+        return (min(given), max(given)) if given else None
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The effective value of `section.name`, or `default` where it isn't set."""

@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_TOKENS = 800
 """Tokens of one rollout that are shown."""
@@ -63,6 +63,7 @@ def legend() -> str:
 
 
 def _class(log_ratio: float) -> str:
+    """The CSS class of a log-ratio's shade; none for white."""
     step = shade(log_ratio)
     return f"p{step}" if step > 0 else f"m{-step}" if step < 0 else ""
 
@@ -107,7 +108,7 @@ def _number(value: Any) -> str:
     return f"{value:g}" if _is_number(value) else "unknown"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -129,8 +130,6 @@ def _tokens(rollout: dict[str, Any]) -> str:
 
 
 def _token(piece: Any, log_ratio: Any, version: Any) -> str:
-    known = _is_number(log_ratio)
-    said = [f"log-ratio {log_ratio:+.3g}" if known else "no log-ratio", f"version {_number(version)}"]
-    css = _class(log_ratio) if known else "u"
+    css, said = (_class(log_ratio), f"log-ratio {log_ratio:+.3g}") if _is_number(log_ratio) else ("u", "no log-ratio")
     text = html.escape(_text(piece)).replace("\n", "⏎\n")
-    return f'<span class="{css}" title="{", ".join(said)}">{text}</span>'
+    return f'<span class="{css}" title="{said}, version {_number(version)}">{text}</span>'

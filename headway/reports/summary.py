@@ -92,7 +92,8 @@ def kept_examinations(events: Sequence[Event]) -> list[Event]:
 
 def timeline(events: Sequence[Event]) -> Timeline:
     """Lanes (rollouts, and examination answers named e0, e1 ...), trainer (train steps) and syncs of a trace."""
-    assert events and events[0].kind == "run", "a trace begins with its run event"
+    assert events, "an empty trace has no timeline"
+    assert events[0].kind == "run", "a trace begins with its run event"
     events = continuous(events)
     spans = _OpenSpans(max(event["lanes"] for event in events if event.kind == "run"))
     for event in events:

@@ -12,7 +12,9 @@ class ReasoningGymScorer:
     The whole text, without the white space around it, is handed over as the answer: nothing is cut out of a sentence,
     so the prompt must ask for the answer alone (for tasks whose answers are numbers, the scorer `number` reads the
     last one of a sentence). The reward is what the task's scorer returns, from 0 to 1; many give partial credit, some
-    a small reward for anything at all.
+    for any text that contains the answer. A scorer is made with the task's own parameters, and an answer that would
+    reach beyond computing when the scorer evaluates it has reward 0. A few scorers (prime_factorization, boxnet,
+    game_of_life) raise for an answer of a form they do not expect; that is a grader error like any other.
 
     Raises UserError when reasoning_gym is not installed.
     """

@@ -103,7 +103,7 @@ def _place(error: BaseException) -> str | None:
     if not frames:
         return None
     file, line = (own or frames)[-1]
-    return f"{file.removeprefix(here)}:{line}"
+    return f"{file.removeprefix(here).rpartition('site-packages/')[2]}:{line}"
 
 
 # A user's function ---------------------------------------------------------------------------------------------------

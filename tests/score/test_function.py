@@ -185,7 +185,7 @@ def test_answers_come_in_the_order_of_the_questions(folder):
 
 def test_the_event_loop_goes_on_while_graders_run(folder):
     async def program(scorer):
-        grading = asyncio.create_task(scorer.score(PROMPT, "sleep 0.5"))
+        grading = asyncio.create_task(scorer.score(PROMPT, "sleep 1"))
         longest_s, before_s = 0.0, time.monotonic()
         while not grading.done():
             await asyncio.sleep(0.01)
@@ -193,7 +193,7 @@ def test_the_event_loop_goes_on_while_graders_run(folder):
         return longest_s
 
     scorer = make()
-    assert asyncio.run(program(scorer)) < 0.4
+    assert asyncio.run(program(scorer)) < 0.8
     asyncio.run(scorer.close())
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_function(tmp_path, monkeypatch):
     ("name", "message"),
     [
         (None, "score.scorer is not set; choose number, reasoning_gym, or module:function"),
-        ("nubmer", "no scorer; did you mean number?; choose"),
+        ("nubmer", "is no scorer; did you mean number?; choose"),
         ("reasoning-gym", "did you mean reasoning_gym?"),
         ("zzz", "'zzz' is no scorer; choose number"),
         ("graders/mine.py:score", "no module:function, as in graders.mine:score"),
@@ -56,7 +57,7 @@ def test_a_function(tmp_path, monkeypatch):
     ],
 )
 def test_unknown_scorers(name, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=re.escape(message)):
         make_scorer(ScoreSettings(scorer=name), [PROMPT])
 
 

@@ -33,13 +33,15 @@ def test_the_right_answer_white_space_aside(scorer):
 
 
 def test_partial_credit_is_kept(scorer):
-    prompt = prompt_of("chain_sum")
-    assert grade(scorer, prompt, "100200300") == Score(0.01)
+    """This task's scorer gives the share of the text that is the answer."""
+    prompt = prompt_of("leg_counting")
+    text = f"{prompt.answer}, I think"
+    assert grade(scorer, prompt, text) == Score(len(str(prompt.answer)) / len(text))
     assert grade(scorer, prompt, "") == Score(0.0)
 
 
 def test_a_task_is_scored_under_its_own_parameters(scorer):
-    """With the default parameters the scorer of word_ladder knows no words of six letters."""
+    """Under its default parameters the scorer of word_ladder knows only words of four letters."""
     prompt = prompt_of("word_ladder", min_word_length=5, max_word_length=5)
     assert prompt.answer is not None
     assert grade(scorer, prompt, prompt.answer) == Score(1.0)
@@ -70,7 +72,9 @@ def test_a_task_whose_answer_is_an_expression(scorer):
 def test_hostile_text_is_a_wrong_answer_without_effect(scorer, task, text):
     """Case B21(c): some scorers evaluate what they are given."""
     prompt = prompt_of(task)
-    assert grade(scorer, prompt, text).reward in (0.0, 0.01)
+    reward = grade(scorer, prompt, text).reward
+    assert reward is not None
+    assert reward <= 0.01  # countdown gives that much for any text that is no sum
     assert not Path("touched").exists()
     if task != "countdown":
         assert grade(scorer, prompt, str(prompt.answer)) == Score(1.0)
@@ -80,9 +84,9 @@ def test_a_fault_of_a_scorer_is_an_error(scorer):
     prompt = Prompt("p", "q", task={"reasoning_gym": "chain_sum", "params": {}, "entry": {}})
     score = grade(scorer, prompt, "1")
     assert (score.reward, score.outcome) == (None, "grader_error")
-    assert score.detail.startswith("KeyError: 'answer' at ")
+    assert score.detail.startswith("KeyError: 'answer' at reasoning_gym/")
 
 
 def test_a_prompt_of_no_task_is_refused(scorer):
-    with pytest.raises(UserError, match="prompt p is of no task of reasoning_gym; set data.source"):
+    with pytest.raises(UserError, match=r"prompt p is of no task of reasoning_gym; set data.source"):
         grade(scorer, Prompt("p", "q"), "1")

