@@ -69,6 +69,40 @@ def simulate(
         print(summary_line(figures))
 
 
+@app.command(context_settings=_OVERRIDES, epilog=_keys_help(), options_metavar="RECIPE [OPTIONS]")
+def train(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on with the run in this folder")] = None,
+) -> None:
+    """Train a policy by reinforcement learning, as a recipe says."""
+    from headway import run
+
+    recipe, overrides = _recipe_first(context.args)
+    if resume and recipe:
+        raise UserError(f"--resume {resume} brings its own recipe; leave {recipe} out")
+    if resume is None and recipe is None:
+        raise UserError(f"which recipe? headway train RECIPE, for instance {_some_recipe()}")
+    resolved = settings.resolve(resume / "config.toml" if resume else recipe, overrides)
+    if dry_run:
+        print(run.describe(resolved), end="")
+    else:
+        folder = run.train(resolved, resume=resume)
+        print(run.report(folder))
+
+
+def _some_recipe() -> str:
+    return str(next(iter(sorted(Path("recipes").glob("*.toml"))), "recipes/quickstart.toml"))
+
+
+@app.command()
+def report(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")]) -> None:
+    """Write the page of a run, finished or not, and say how the run came out."""
+    from headway import run
+
+    print(run.report(run_folder))
+
+
 def summary_line(figures: dict[str, Any]) -> str:
     return (
         f"total {figures['total']:g}  lane utilisation {figures['lane_utilization']:.1%}  "

@@ -60,9 +60,7 @@ class Parts:
             await stages.close()
 
 
-def compose(
-    config: Config, objective: Objective, checkpoint: Checkpoint | None, say: Callable[[str], object]
-) -> Parts:
+def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None, say: Callable[[str], object]) -> Parts:
     """Load and check all parts of a run. `say` is told what takes its time.
 
     Raises UserError for whatever the user can mend.
@@ -163,6 +161,7 @@ class InProcessStages:
                     "answer": rollout.prompt.answer,
                     "reward": score.reward,
                     "outcome": score.outcome,
+                    "detail": score.detail,
                     "finish": rollout.finish,
                 }
             )

@@ -6,6 +6,7 @@ What is heavy (torch, transformers) is imported where a real run is composed, so
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from headway import clock
 from headway.checkpoint import Checkpoint, newest_checkpoint
 from headway.config import Config, Resolved
 from headway.objectives.named import Objective, objective
+from headway.reports import outcome
 from headway.reports.folder import RunFolder, choose_folder
+from headway.reports.page import write_page
 from headway.reports.progress import ProgressLine
 from headway.schedule import loop
 from headway.schedule.ledger import Ledger, Settings
@@ -128,7 +131,7 @@ def train(resolved: Resolved, *, resume: Path | None = None) -> Path:
     Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
     """
     chosen = chosen_objective(resolved.config)
-    with ProgressLine() as progress_line:
+    with ProgressLine(examination_size=resolved.config.evaluate.size) as progress_line:
         progress_line.phase("importing torch and transformers")
         from headway.in_process import compose
 
@@ -161,3 +164,24 @@ async def _train(
         progress_line.phase("saving the model")
         await stages.export(folder.model)
     return folder.path
+
+
+def describe(resolved: Resolved) -> str:
+    """What `train` would run: the effective configuration, and its sizes in a sentence."""
+    config = resolved.config
+    chosen = chosen_objective(config)
+    schedule = config.schedule
+    return (
+        f"{resolved.to_toml()}\n"
+        f"# {config.run.steps} steps of {schedule.batch_size} rollouts "
+        f"({schedule.batch_size // schedule.group_size} prompts x {schedule.group_size}), "
+        f"{config.generate.lanes} in flight, at most {schedule.run_ahead:g} batches ahead; {chosen.name} on "
+        f"{config.model.path or 'no model: set model.path'} with {config.data.source or 'no prompts: set data.source'}\n"
+    )
+
+
+def report(folder: Path) -> str:
+    """Write a run's outcome and its page -> how it came out, and where the page is."""
+    figures = outcome.outcome(folder)
+    (folder / "run.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return f"{outcome.describe(figures)}\npage: {write_page(folder)}"

@@ -17,6 +17,9 @@ FinishReason = Literal["stop", "length", "aborted"]
 Outcome = Literal["scored", "grader_error", "grader_timeout"]
 """What happened to a rollout in scoring. A wrong answer is `scored` with a low reward; the others have no reward."""
 
+MISPLACED = "misplaced"
+"""`Score.detail` of an answer that holds the right result where it does not count: a better format would earn it."""
+
 
 class UserError(ValueError):
     """Something the user can mend. The message is one line: what was wrong, where, and the nearest valid choice."""

@@ -15,11 +15,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from headway.config import Resolved, Run
 from headway.reports.metrics import JsonLines, StepMetrics
@@ -51,9 +48,6 @@ class RunFolder:
 
     def write_config(self, resolved: Resolved) -> None:
         (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")
-
-    def write_result(self, result: Mapping[str, Any]) -> None:
-        (self.path / "run.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         for file in (self.rollouts, self.examinations, self._metrics, self._trace):

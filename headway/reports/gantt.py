@@ -47,16 +47,17 @@ class Drawing:
         return sum(len(lane) for lane in self.lanes) + len(self.trainer) + len(self.syncs)
 
 
-def drawing(lines: Timeline, max_bars: int = MAX_BARS) -> Drawing:
-    """At most `max_bars` bars of at most MAX_LANES lanes: the whole run, or its beginning and its end, half of each."""
-    lanes = lines.lanes[:MAX_LANES]
-    spans = [span for row in (*lanes, lines.trainer, lines.syncs) for span in row]
+def drawing(lines: Timeline, max_bars: int | None = None) -> Drawing:
+    """At most `max_bars` (MAX_BARS) bars of at most MAX_LANES lanes: the whole run, or half of them of either end."""
+    max_bars = max_bars or MAX_BARS
+    rows = [*lines.lanes[:MAX_LANES], lines.trainer, lines.syncs]
+    spans = [span for row in rows for span in row]
     windows = [Window(0.0, lines.total_s)]
     if len(spans) > max_bars:
         windows = _beginning_and_end(spans, lines.total_s, max_bars // 2)
-    kept = [[span for span in row if _touches(span, windows)] for row in (*lanes, lines.trainer, lines.syncs)]
-    num_kept = sum(len(row) for row in kept)
-    return Drawing(kept[:-2], kept[-2], kept[-1], windows, len(lines.lanes), len(spans) - num_kept)
+        rows = [[span for span in row if _touches(span, windows)] for row in rows]
+    *lanes, trainer, syncs = rows
+    return Drawing(lanes, trainer, syncs, windows, len(lines.lanes), len(spans) - sum(map(len, rows)))
 
 
 def _beginning_and_end(spans: Sequence[Span], total_s: float, max_bars: int) -> list[Window]:

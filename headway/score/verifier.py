@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headway.types import Prompt, Score, UserError
+from headway.types import MISPLACED, Prompt, Score, UserError
 
 _NUMBER = re.compile(
     r"""
@@ -28,10 +28,13 @@ def last_number(text: str) -> str | None:
     >>> last_number("first 12, so the answer is -1,000.50."), last_number("3-4"), last_number("none")
     ('-1000.5', '4', None)
     """
-    last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007  (the last match is what is wanted)
-        pass
-    return None if last is None else _spelling(last)
+    numbers = all_numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def all_numbers(text: str) -> list[str]:
+    """Every number written in `text`, in order, each in the one spelling of its value: see `last_number`."""
+    return [_spelling(match) for match in _NUMBER.finditer(text)]
 
 
 def parse_number(text: str) -> str | None:
@@ -76,7 +79,11 @@ class NumberVerifier:
     async def score(self, prompt: Prompt, text: str) -> Score:
         self.check(prompt)
         assert prompt.answer is not None
-        return Score(1.0 if last_number(text) == parse_number(prompt.answer) else 0.0)
+        right = parse_number(prompt.answer)
+        numbers = all_numbers(text)
+        if numbers and numbers[-1] == right:
+            return Score(1.0)
+        return Score(0.0, detail=MISPLACED if right in numbers else "")
 
     async def close(self) -> None:
         pass

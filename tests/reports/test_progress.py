@@ -1,0 +1,219 @@
+"""The progress line: what the run waits for, plain lines, and a terminal that is left as it was found."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from headway.reports.progress import ProgressLine
+from headway.reports.status import Status
+from headway.trace import Event
+
+
+class _Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+RUN = Event("run", 0.0, {"batch_size": 8, "group_size": 4, "steps": 5, "version": 0, "max_lag": None})
+
+
+def _started(rollout: int, group: int, examination: bool = False) -> Event:
+    return Event("started", 0.0, {"rollout": rollout, "group": group, "examination": examination})
+
+
+def _generated(rollout: int) -> Event:
+    return Event("generated", 1.0, {"rollout": rollout, "tokens": 100})
+
+
+def _scored(rollout: int, group: int) -> Event:
+    return Event("scored", 1.0, {"rollout": rollout, "group": group, "reward": 1.0})
+
+
+def _answered(rollout: int, group: int) -> list[Event]:
+    return [_started(rollout, group), _generated(rollout), _scored(rollout, group)]
+
+
+def _taken(version: int, groups: list[int]) -> Event:
+    return Event("taken", 2.0, {"version": version, "groups": groups, "lags": [0, 2], "token_lag": 1.0})
+
+
+def _trained(version: int, **metrics: float) -> Event:
+    return Event("trained", 4.0, {"version": version, "metrics": metrics})
+
+
+def _fed(*events: Event, **options) -> Status:
+    status = Status(**options)
+    for event in events:
+        status(event)
+    return status
+
+
+FIRST_GROUP = [event for rollout in range(4) for event in _answered(rollout, 0)]
+
+
+def test_waiting_for_groups_names_the_nearest() -> None:
+    status = _fed(RUN, *FIRST_GROUP, *_answered(4, 1), _started(5, 1), _started(8, 2), _generated(8))
+    assert status.waiting() == (
+        "waiting for 1 of 2 groups (group 1 has 1 of 4 answers); 1 rollout in flight, 1 being scored"
+    )
+
+
+def test_many_missing_groups_are_only_counted() -> None:
+    large = Event("run", 0.0, {**RUN.fields, "batch_size": 32})
+    assert _fed(large, *FIRST_GROUP, _started(4, 1)).waiting() == "waiting for 7 of 8 groups; 1 rollout in flight"
+
+
+def test_groups_of_one_are_rollouts() -> None:
+    ones = Event("run", 0.0, {**RUN.fields, "group_size": 1})
+    assert _fed(ones, *_answered(0, 0), _started(1, 1)).waiting() == "waiting for 7 of 8 rollouts; 1 rollout in flight"
+
+
+def test_a_failed_group_is_waited_for_again() -> None:
+    failed = Event("failed", 1.0, {"group": 0, "prompt": "p", "reason": "none was scored"})
+    assert _fed(RUN, *FIRST_GROUP, failed).waiting() == "waiting for 2 of 2 groups"
+
+
+def test_the_trainer_s_stages() -> None:
+    clock = _Clock()
+    status = _fed(RUN, *FIRST_GROUP, _started(9, 3), now=clock)
+    status(_taken(0, [0]))
+    clock.now_s += 3.75
+    assert status.waiting() == "training step 1 for 0:03; 1 rollout in flight"
+    status(_trained(1))
+    status(Event("publishing", 4.0, {"version": 1}))
+    clock.now_s += 61.5
+    assert status.waiting() == "publishing version 1 for 1:01; 1 rollout in flight"
+    status(Event("published", 4.0, {"version": 1}))
+    assert status.waiting() == "waiting for 2 of 2 groups (group 3 has 0 of 4 answers); 1 rollout in flight"
+    status(Event("ended", 5.0, {"reason": "steps done"}))
+    assert status.waiting() == "ended: steps done"
+
+
+def test_an_examination_counts_its_answers() -> None:
+    answers = [_started(-1 - n, n, examination=True) for n in range(3)]
+    status = _fed(RUN, *answers, _generated(-1), _scored(-1, 0), examination_size=3)
+    assert status.waiting() == "examination: 1 of 3 answers; waiting for 2 of 2 groups"
+    status(_started(0, 0))
+    status(_taken(0, []))
+    status(_trained(1))
+    assert status.waiting() == "version 1 waits for the examination: 1 of 3 answers; 1 rollout in flight"
+    for n in (1, 2):
+        status(_generated(-1 - n))
+        status(_scored(-1 - n, n))
+    status(Event("examined", 5.0, {"version": 0, "num": 3, "num_correct": 1, "num_unscored": 0, "mean_reward": 0.3}))
+    assert "examination" not in status.waiting()
+
+
+def test_figures_leave_out_what_was_not_reported() -> None:
+    status = _fed(RUN, *FIRST_GROUP, _taken(0, [0]), _trained(1, reward_mean=0.53, mismatch_kl_k3=3.1e-7))
+    assert status.figures() == "step 1/5  reward 0.53  100 tok/s  lag 1 (max 2)  mismatch KL 3.1e-07"
+    assert _fed(RUN, _taken(0, []), _trained(1)).figures() == "step 1/5  lag 1 (max 2)"
+    assert _fed(RUN).figures() == "step 0/5"
+
+
+def test_a_resumed_run_begins_anew() -> None:
+    again = Event("run", 0.0, {**RUN.fields, "version": 3})
+    status = _fed(RUN, *FIRST_GROUP, _started(4, 1), _taken(0, [0]), again)
+    assert status.figures() == "step 3/5"
+    assert status.waiting() == "waiting for 2 of 2 groups"
+
+
+def test_plain_lines(simulated) -> None:
+    stream, clock = io.StringIO(), _Clock()
+    with ProgressLine(stream=stream, now=clock, examination_size=1) as progress:
+        progress.phase("loading the model ...")
+        for event in simulated("--lanes", "2", "--batch-size", "2", "--steps", "2", "--evaluate.size", "1"):
+            clock.now_s = 200.0 + event.at_s
+            progress(event)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loading the model ..."
+    assert lines[1] == "examination of version 0: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)"
+    assert [line.split("  ")[0] for line in lines[2:]] == [
+        "step 1/2",
+        "step 2/2",
+        "examination of version 2: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)",
+        "ended: steps done",
+    ]
+    assert re.fullmatch(r"step 1/2  \d+ tok/s  lag 0 \(max 0\)  0:0\d", lines[2])
+
+
+def test_a_stream_without_unicode_gets_ascii() -> None:
+    raw = io.BytesIO()
+    with ProgressLine(stream=io.TextIOWrapper(raw, encoding="ascii")) as progress:
+        progress(
+            Event("examined", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 2, "mean_reward": 0.8})
+        )
+    assert (
+        raw.getvalue() == b"examination of version 0: 8 of 10 correct, 80.0 % (95 % interval 49.0-94.3 %), 2 unscored\n"
+    )
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> _Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return _Terminal()
+
+
+def test_a_terminal_gets_one_line_and_its_cursor_back(terminal: _Terminal) -> None:
+    def run() -> None:
+        with ProgressLine(stream=terminal) as progress:
+            progress.phase("loading [/x] the model ...")
+            progress(RUN)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    said = terminal.getvalue()
+    assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1
+    assert "step 0/5  | waiting for 2 of 2 groups | 0:00" in said.split("\x1b[?25h")[0]
+
+
+def test_examinations_stay_above_the_line(terminal: _Terminal) -> None:
+    with ProgressLine(stream=terminal) as progress:
+        progress(RUN)
+        progress(
+            Event("examined", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 0, "mean_reward": 0.8})
+        )
+    assert "examination of version 0: 8 of 10 correct" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "19", "20", "21"])
+def test_no_width_is_too_small(terminal: _Terminal, monkeypatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", "0")
+    with ProgressLine(stream=terminal) as progress:
+        progress.phase("loading the model ...")
+        progress(RUN)
+        progress(_taken(0, []))
+        progress(_trained(1))
+    assert terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", range(6))
+def test_a_line_survives_a_terminal_that_shrinks(columns: int) -> None:
+    console = Console(file=io.StringIO(), width=columns, height=1, force_terminal=True)
+    console.print(Text("step 1/5  | waiting", no_wrap=True, overflow="ellipsis"))
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: _Terminal, monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with ProgressLine(stream=terminal) as progress:
+        progress.phase("loading the model ...")
+    assert terminal.getvalue() == "loading the model ...\n"
