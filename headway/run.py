@@ -19,6 +19,7 @@ from headway.reports import outcome
 from headway.reports.folder import RunFolder, choose_folder
 from headway.reports.page import write_page
 from headway.reports.progress import ProgressLine
+from headway.reports.record import read_run
 from headway.schedule import loop
 from headway.schedule.ledger import Ledger, Settings
 from headway.schedule.policy import Rules
@@ -176,12 +177,13 @@ def describe(resolved: Resolved) -> str:
         f"# {config.run.steps} steps of {schedule.batch_size} rollouts "
         f"({schedule.batch_size // schedule.group_size} prompts x {schedule.group_size}), "
         f"{config.generate.lanes} in flight, at most {schedule.run_ahead:g} batches ahead; {chosen.name} on "
-        f"{config.model.path or 'no model: set model.path'} with {config.data.source or 'no prompts: set data.source'}\n"
+        f"{config.model.path or 'no model: set model.path'} "
+        f"with {config.data.source or 'no prompts: set data.source'}\n"
     )
 
 
 def report(folder: Path) -> str:
     """Write a run's outcome and its page -> how it came out, and where the page is."""
-    figures = outcome.outcome(folder)
+    figures = outcome.outcome(read_run(folder))
     (folder / "run.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return f"{outcome.describe(figures)}\npage: {write_page(folder)}"

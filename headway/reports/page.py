@@ -13,17 +13,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from headway.reports import rollout_text, wording
 from headway.reports.interval import wilson
+from headway.reports.outcome import last_steps, num_misplaced, reward_ends
 from headway.reports.page_style import CSS, DRAW
 from headway.reports.record import RunRecord, read_run
 from headway.trace import Event
 
 PAGE = "index.html"
-STEPS_AVERAGED = 5
-"""A first and a last reward are means over so many steps, where the run has four times as many."""
 
 
 @dataclass(frozen=True)
@@ -260,22 +260,9 @@ def _tokens(run: RunRecord) -> float:
     return sum(event["tokens"] for event in run.events if event.kind == "generated")
 
 
-def _reward_ends(run: RunRecord) -> tuple[float, float, int] | None:
-    """(first, last, over how many steps each is the mean) of the sampled reward."""
-    rewards = [row["reward_mean"] for row in run.steps if row.get("reward_mean") is not None]
-    if not rewards:
-        return None
-    width = max(1, min(STEPS_AVERAGED, len(rewards) // 4))
-    return sum(rewards[:width]) / width, sum(rewards[-width:]) / width, width
-
-
 def _reward_gain(run: RunRecord) -> str:
-    ends = _reward_ends(run)
-    if not ends:
-        return ""
-    first, last, width = ends
-    over = f" (means of the first and the last {width} steps)" if width > 1 else ""
-    return f"the sampled reward went from {first:.3g} to {last:.3g}{over}"
+    ends = reward_ends(run)
+    return f"the sampled reward went from {ends[0]:.3g} to {ends[1]:.3g}" if ends else ""
 
 
 def _examined(run: RunRecord) -> list[Event]:
@@ -335,6 +322,11 @@ def _accuracy_card(run: RunRecord) -> str:
         return ""
     first, last = examined[0], examined[-1]
     rows = [_accuracy_row("before" if first["version"] == 0 else f"v{first['version']}", first)]
+    misplaced = num_misplaced(first, run.answers)
+    if misplaced:
+        share = (first["num_correct"] + misplaced) / first["num"]
+        detail = f"{misplaced} wrong answers held the right result where it doesn't count"
+        rows.append(_card_row("by format", share, wording.percent(share), detail))
     if last is not first:
         rows.append(_accuracy_row("after" if run.ended else f"v{last['version']}", last, "after"))
     return f'<div class="card"><h3>Greedy accuracy on held-out prompts</h3>{"".join(rows)}</div>'
@@ -349,19 +341,16 @@ def _accuracy_row(label: str, event: Event, css: str = "") -> str:
 
 
 def _reward_card(run: RunRecord) -> str:
-    ends = _reward_ends(run)
+    ends = reward_ends(run)
     if not ends:
         return ""
-    first, last, width = ends
-    over = "step" if width == 1 else f"{width} steps"
+    first, last = ends
     lengths = [row["response_tokens_mean"] for row in run.steps if row.get("response_tokens_mean") is not None]
-    details = [f"{side} {over}" for side in ("first", "last")]
+    width = last_steps(run)
+    details = ["first step", "last step" if width == 1 else f"mean of the last {width} steps"]
     if lengths:
-        sides = (lengths[:width], lengths[-width:])
-        details = [
-            f"{detail}; {sum(side) / len(side):.1f} tokens per rollout"
-            for detail, side in zip(details, sides, strict=True)
-        ]
+        means = (lengths[0], fmean(lengths[-width:]))
+        details = [f"{detail}; {mean:.1f} tokens per rollout" for detail, mean in zip(details, means, strict=True)]
     rows = _card_row("before", first, f"{first:.3g}", details[0]) + _card_row(
         "after" if run.ended else "now", last, f"{last:.3g}", details[1], "after"
     )

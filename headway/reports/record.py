@@ -29,7 +29,8 @@ class RunRecord:
 
     events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
     read) and config_text, as written; steps: one row per train step behind the newest weights; examinations: their
-    `examined` events; rollouts: the kept rollouts in order of training; result: run.json; notes: what was wrong.
+    `examined` events; answers: the greedy answers behind them; rollouts: the kept rollouts in order of training;
+    result: run.json; notes: what was wrong.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class RunRecord:
     config_text: str
     steps: list[Row]
     examinations: list[Event]
+    answers: list[dict[str, Any]]
     rollouts: list[dict[str, Any]]
     result: dict[str, Any]
     notes: list[str]
@@ -91,6 +93,7 @@ def read_run(folder: Path) -> RunRecord:
         config_text=config_text,
         steps=_step_rows(events, _json_lines(folder / "metrics.jsonl", notes)),
         examinations=kept_examinations(events),
+        answers=_json_lines(folder / "examinations.jsonl", notes),
         rollouts=_kept_rollouts(_json_lines(folder / "rollouts.jsonl", notes)),
         result=_parse_result(folder / "run.json", notes),
         notes=notes,
