@@ -42,7 +42,7 @@ def write_checkpoint(
     unfinished.mkdir(parents=True)
     save_trainer(unfinished)
     (unfinished / _PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-    for path in unfinished.rglob("*"):
+    for path in (unfinished, *unfinished.rglob("*")):
         _flush_to_disk(path)
     folder = root / f"version-{progress['version']:08d}"
     shutil.rmtree(folder, ignore_errors=True)

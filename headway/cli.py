@@ -29,7 +29,7 @@ def _keys_help(sections: tuple[str, ...] | None = None) -> str:
         if sections is None or key.split(".")[0] in sections:
             default = info.get_default(call_default_factory=True)
             meaning = f" {info.description}" if info.description else ""
-            shown = "" if default is None else f", default {default}"
+            shown = "" if default in (None, (), {}) else f", default {default}"
             lines.append(f"--{key.replace('_', '-')} ({settings.choices(info.annotation)}{shown}){meaning}")
     return "\n\n".join(lines)
 
@@ -77,6 +77,7 @@ def train(
 ) -> None:
     """Train a policy by reinforcement learning, as a recipe says."""
     from headway import run
+    from headway.reports.folder import choose_folder
 
     recipe, overrides = _recipe_first(context.args)
     if resume and recipe:
@@ -86,9 +87,14 @@ def train(
     resolved = settings.resolve(resume / "config.toml" if resume else recipe, overrides)
     if dry_run:
         print(run.describe(resolved), end="")
-    else:
-        folder = run.train(resolved, resume=resume)
-        print(run.report(folder))
+        return
+    folder = resume or choose_folder(resolved.config.run)
+    try:
+        run.train(resolved, folder, resume=resume is not None)
+    except KeyboardInterrupt:
+        print(f"\nheadway: interrupted; {run.what_is_left(folder)}", file=sys.stderr)
+        sys.exit(130)
+    print(run.report(folder))
 
 
 def _some_recipe() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._timer_order = itertools.count()
-        self._idle_callbacks: list[Callable[[], object]] = []
+        self._idle_callbacks: deque[Callable[[], object]] = deque()
 
     def time(self) -> float:
         return self._now_s
@@ -64,9 +65,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 return
             due_now = self._timers and self._timers[0][0] <= self._now_s
             if self._idle_callbacks and not due_now:
-                callbacks, self._idle_callbacks = self._idle_callbacks, []
-                for callback in callbacks:
-                    callback()
+                self._idle_callbacks.popleft()()
             else:
                 self._jump_to_next_timer()
 

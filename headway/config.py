@@ -13,11 +13,12 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomlkit
 import tomlkit.items
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from headway.types import UserError
@@ -42,14 +43,23 @@ def _parse_table(value: Any) -> Any:
         raise ValueError(f"a table on the command line is JSON, as in '{{\"min_terms\": 2}}' ({error})") from None
 
 
-Parameters = Annotated[dict[str, Any], BeforeValidator(_parse_table)]
+def _without_null(value: Any) -> Any:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _without_null(child)
+    if value is None:
+        raise ValueError("null has no place in a recipe; leave the parameter out")
+    return value
+
+
+Parameters = Annotated[dict[str, Any], BeforeValidator(_parse_table), AfterValidator(_without_null)]
 """A table in TOML; on the command line, a JSON object."""
 
 
 class Section(BaseModel):
     """A frozen table of settings; a key it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -186,7 +196,7 @@ class Evaluate(Section):
 class Checkpoint(Section):
     """What a killed run can be resumed from."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only after the last step")
+    every: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last step")
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
 
 
@@ -208,7 +218,7 @@ class Simulate(Section):
     sync_time: float = Field(0.0, ge=0)
     score_time: float = Field(0.0, ge=0)
     in_flight: Literal["pinned", "keep"] = Field(
-        "pinned", description="a rollout keeps the weights it began with, or takes new ones at the next unit of length"
+        "pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
     )
 
 
@@ -307,10 +317,15 @@ def _recipe_values(recipe: Path) -> dict[str, Any]:
     for section, table in tables.items():
         if not isinstance(table, dict):
             raise UserError(f"{recipe}: {section!r} stands outside a section; {_suggestion(section)}")
+        if not table and section not in Config.model_fields:
+            near = _nearest(section, list(Config.model_fields), cutoff=0.0)
+            raise UserError(f"{recipe}: unknown section [{section}]; the nearest valid section is [{near}]")
         for name, value in table.items():
             key = f"{section}.{name.replace('-', '_')}"
             if key not in KEYS:
                 raise UserError(f"{recipe}: unknown key {section}.{name}; {_suggestion(key)}")
+            if key in values:
+                raise UserError(f"{recipe}: {key} is given twice, with a dash and with an underscore")
             values[key] = value
     return values
 
@@ -325,7 +340,7 @@ def _override_values(words: Sequence[str]) -> dict[str, str]:
         flag, equals, value = word[2:].partition("=")
         if not equals:
             position += 1
-            if position == len(words):
+            if position == len(words) or words[position].startswith("--"):
                 raise UserError(f"{word} needs a value, as in {word} VALUE")
             value = words[position]
         values[_full_key(flag)] = value
@@ -354,8 +369,8 @@ def _nearest_last_word(key: str) -> str:
     return max(KEYS, key=lambda known: difflib.SequenceMatcher(None, last, known.split(".")[1]).ratio())
 
 
-def _nearest(word: str, choices: Sequence[str]) -> str | None:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.75)
+def _nearest(word: str, choices: Sequence[str], cutoff: float = 0.75) -> str | None:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
@@ -375,8 +390,9 @@ def _first_problem(error: ValidationError, origins: Mapping[str, Origin], recipe
 
 def choices(annotation: Any) -> str:
     """A short name of a setting's type, for help texts."""
-    options = get_args(annotation)
-    if options and all(isinstance(option, str) for option in options):
-        return "|".join(options)
-    kinds = [option for option in options if option is not type(None)] or [annotation]
-    return " or ".join(getattr(kind, "__name__", "list") for kind in kinds)
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(choices(kind) for kind in get_args(annotation) if kind is not type(None))
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return {tuple: "words", dict: "table"}.get(get_origin(plain), getattr(plain, "__name__", str(plain)))

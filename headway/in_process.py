@@ -91,6 +91,12 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     if checkpoint:
         _restore(trainer, source, checkpoint)
     engine_policy = load_policy(config.model.path, config.model.device)
+    sampling = Sampling(
+        max_new_tokens=config.generate.max_new_tokens,
+        temperature=config.generate.temperature,
+        end_ids=end_ids(tokenizer, config.generate.end_tokens),
+        stop=config.generate.stop,
+    )
     return Parts(
         config=config,
         engine_policy=engine_policy,
@@ -99,14 +105,9 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         tokenizer=tokenizer,
         source=source,
         held_out=held_out,
-        scorer=make_scorer(config.score, training + held_out),
+        scorer=make_scorer(config.score, training + held_out),  # last: it starts processes
         objective=objective,
-        sampling=Sampling(
-            max_new_tokens=config.generate.max_new_tokens,
-            temperature=config.generate.temperature,
-            end_ids=end_ids(tokenizer, config.generate.end_tokens),
-            stop=config.generate.stop,
-        ),
+        sampling=sampling,
         version=checkpoint.progress["version"] if checkpoint else 0,
     )
 

@@ -16,7 +16,7 @@ from headway.checkpoint import Checkpoint, newest_checkpoint
 from headway.config import Config, Resolved
 from headway.objectives.named import Objective, objective
 from headway.reports import outcome
-from headway.reports.folder import RunFolder, choose_folder
+from headway.reports.folder import CHECKPOINTS, RunFolder
 from headway.reports.page import write_page
 from headway.reports.progress import ProgressLine
 from headway.reports.record import read_run
@@ -126,29 +126,40 @@ def simulate(config: Config) -> list[Event]:
     return events
 
 
-def train(resolved: Resolved, *, resume: Path | None = None) -> Path:
-    """A real run in this process -> its folder. `resume`: the folder of a run to go on with.
+def train(resolved: Resolved, path: Path, *, resume: bool = False) -> None:
+    """A real run in this process, kept in the folder `path`. resume: go on from the newest checkpoint there.
 
     Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
     """
     chosen = chosen_objective(resolved.config)
+    checkpoint = newest_checkpoint(path / CHECKPOINTS) if resume else None
     with ProgressLine(examination_size=resolved.config.evaluate.size) as progress_line:
         progress_line.phase("importing torch and transformers")
         from headway.in_process import compose
 
-        checkpoint = newest_checkpoint(resume / "checkpoints") if resume else None
-        path = resume or choose_folder(resolved.config.run)
         parts = compose(resolved.config, chosen, checkpoint, progress_line.phase)
         folder = RunFolder(path)
         try:
-            return clock.run(_train(resolved, parts, folder, checkpoint, progress_line))
+            clock.run(_train(resolved, parts, folder, checkpoint, progress_line))
         finally:
             folder.close()
 
 
+def what_is_left(path: Path) -> str:
+    """What a run that was interrupted can be used for, in a sentence."""
+    if not (path / "trace.jsonl").is_file():
+        return "nothing had begun"
+    page = f"headway report {path} shows it so far"
+    try:
+        version = newest_checkpoint(path / CHECKPOINTS).progress["version"]
+    except UserError:
+        return f"it had written no checkpoint yet; {page}"
+    return f"headway train --resume {path} goes on after step {version}; {page}"
+
+
 async def _train(
     resolved: Resolved, parts: Any, folder: RunFolder, checkpoint: Checkpoint | None, progress_line: ProgressLine
-) -> Path:
+) -> None:
     folder.write_config(resolved)
     trace = Trace()
     folder.listen_to(trace)
@@ -164,7 +175,6 @@ async def _train(
         )
         progress_line.phase("saving the model")
         await stages.export(folder.model)
-    return folder.path
 
 
 def describe(resolved: Resolved) -> str:

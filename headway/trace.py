@@ -45,7 +45,10 @@ class Event:
 
     @staticmethod
     def from_json(line: str) -> Event:
+        """The event of a line of a trace file. Raises ValueError for any other line."""
         record = json.loads(line)
+        if not isinstance(record, dict) or not {"kind", "at_s"} <= record.keys():
+            raise ValueError("no object with a kind and at_s")
         return Event(record.pop("kind"), record.pop("at_s"), record)
 
 
@@ -65,10 +68,14 @@ class Trace:
 
 
 class TraceFile:
-    """A listener that appends each event to a JSON-lines file and flushes, so a killed run keeps what it wrote."""
+    """A listener that appends each event to a JSON-lines file and flushes, so a killed run keeps what it wrote.
+
+    Its last line, if the kill cut it short, goes when the file is opened again: the next event begins a line.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_cut_line(path)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def __call__(self, event: Event) -> None:
@@ -77,6 +84,13 @@ class TraceFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _remove_cut_line(path: Path) -> None:
+    if path.exists():
+        written = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(written.rfind(b"\n") + 1)
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -91,7 +105,7 @@ def _events(path: Path) -> Iterator[Event]:
             continue
         try:
             yield Event.from_json(line)
-        except (json.JSONDecodeError, KeyError) as error:
+        except ValueError as error:
             if number == len(lines):
                 return
             raise UserError(f"{path}:{number} is not a trace event ({error}); is it a Headway trace?") from None

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -70,9 +71,10 @@ class TorchEngine:
         self._waiting: deque[_Lane] = deque()
         self._cache = KeyValueCache(lanes)
         self._known_prompts: OrderedDict[tuple[int, ...], _KnownPrompt] = OrderedDict()
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
+        self._hand_over = threading.Lock()  # the engine must not end between a look at it and the command it is given
         self._thread = threading.Thread(target=self._serve, name="headway engine", daemon=True)
         self._thread.start()
 
@@ -100,10 +102,10 @@ class TorchEngine:
         return await self._ask(lambda: fingerprint(self._policy.weights()))
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._commands.put(lambda: None)
-            await asyncio.to_thread(self._thread.join)
+        """Ends the thread; whoever still waits for an answer gets an error. May be called again."""
+        self._closed = True
+        self._commands.put((lambda: None, None))
+        await asyncio.to_thread(self._thread.join)
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -113,6 +115,9 @@ class TorchEngine:
                 result = question()
             except UserError as error:  # said to the caller; the engine is as it was
                 _post(answer, error=error)
+            except BaseException as failure:  # the engine may be half changed: it ends, and the caller is told too
+                _post(answer, error=_told(failure))
+                raise
             else:
                 _post(answer, result)
 
@@ -120,10 +125,12 @@ class TorchEngine:
         return await answer
 
     def _command(self, command: Callable[[], object], answer: asyncio.Future[Any]) -> None:
-        if self._failure or self._closed:
-            answer.cancel()
-            raise RuntimeError("the engine is closed" if self._closed else "the engine has failed") from self._failure
-        self._commands.put(command)
+        with self._hand_over:
+            if self._failure is not None:
+                raise _told(self._failure)
+            if self._closed:
+                raise _told(_Closed())
+            self._commands.put((command, answer))
 
     def _check(self, request: SampleRequest) -> None:
         needed = len(request.prompt.tokens) + request.max_new_tokens
@@ -131,8 +138,9 @@ class TorchEngine:
             raise UserError(f"prompt {request.prompt.uid} has no tokens, and an answer needs something to follow")
         if needed > self._policy.context_tokens:
             raise UserError(
-                f"prompt {request.prompt.uid} has {len(request.prompt.tokens)} tokens; with {request.max_new_tokens} new ones "
-                f"that is more than the model's context of {self._policy.context_tokens}: shorten it or lower max_new_tokens"
+                f"prompt {request.prompt.uid} has {len(request.prompt.tokens)} tokens; with {request.max_new_tokens} "
+                f"new ones that is more than the model's context of {self._policy.context_tokens}: shorten it or lower "
+                "max_new_tokens"
             )
 
     # ---- on the engine's thread
@@ -147,32 +155,31 @@ class TorchEngine:
                     self._admit()
                     if self._lanes:
                         self._sample_one_token_everywhere()
+            self._tell_all(_Closed())
         except BaseException as failure:  # handed to everyone who waits; a silent dead thread would hang them
-            self._failure = failure
-            self._fail_all(failure)
+            self._tell_all(failure)
 
     def _obey(self) -> None:
         """Run the commands that have arrived; wait for one when there is nothing else to do."""
         idle = not self._lanes and not self._waiting
         while True:
             try:
-                command = self._commands.get(block=idle)
+                command, _ = self._commands.get(block=idle)
             except queue.Empty:
                 return
             idle = False
             command()
 
-    def _fail_all(self, failure: BaseException) -> None:
-        for lane in (*self._lanes, *self._waiting):
-            _post(lane.answer, error=failure)
-        while True:
-            try:
-                command = self._commands.get(block=False)
-            except queue.Empty:
-                break
-            command()
-        for lane in self._waiting:
-            _post(lane.answer, error=failure)
+    def _tell_all(self, failure: BaseException) -> None:
+        """The engine has ended: an error for everyone who waits, and for everyone who comes later."""
+        answers = [lane.answer for lane in (*self._lanes, *self._waiting)]
+        with self._hand_over:
+            self._failure = failure
+            while not self._commands.empty():
+                _, answer = self._commands.get()
+                answers += [answer] if answer else []
+        for answer in answers:
+            _post(answer, error=_told(failure))
 
     def _drop_aborted(self) -> None:
         self._waiting = deque(lane for lane in self._waiting if not lane.aborted)
@@ -190,7 +197,7 @@ class TorchEngine:
     def _admit(self) -> None:
         """Hand waiting rollouts free lanes and sample their first token; each prompt is prefilled once."""
         num_free = self._num_lanes - len(self._lanes)
-        joining = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        joining = list(islice(self._waiting, num_free))
         if not joining:
             return
         prompts = self._prompts(list(dict.fromkeys(lane.request.prompt.tokens for lane in joining)))
@@ -201,7 +208,7 @@ class TorchEngine:
             self._cache.reserve(needed, prompt.kept)
             self._cache.write(len(self._lanes), prompt.kept)
             lane.length = len(lane.request.prompt.tokens)
-            self._lanes.append(lane)
+            self._lanes.append(self._waiting.popleft())
         hidden_ND = torch.stack([prompts[lane.request.prompt.tokens].last_hidden_D for lane in joining])
         self._append_tokens(first, hidden_ND)
 
@@ -260,6 +267,8 @@ class TorchEngine:
         ).to(device)
         temperature_N = torch.tensor([lane.request.temperature for lane in lanes], device=device)
         tokens_N, logprobs_N = sample(self._policy.head, hidden_ND, temperature_N, uniform_N)
+        if not logprobs_N.isfinite().all():
+            raise RuntimeError(f"the log-probs under version {self._version} are not finite: its weights are broken")
         for lane, token, logprob in zip(lanes, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
             lane.tokens.append(token)
             lane.logprobs.append(logprob)
@@ -289,6 +298,21 @@ class TorchEngine:
         cuts = [text.index(stop) for stop in lane.request.stop if stop in text]
         text = text[: min(cuts)] if cuts else text
         _post(lane.answer, Sample(tuple(lane.tokens), tuple(lane.logprobs), tuple(lane.versions), finish, text))
+
+
+class _Closed(Exception):
+    """The engine ended because it was told to."""
+
+
+def _told(failure: BaseException) -> Exception:
+    """Why the engine has ended, as an exception of each waiter's own: a shared one would gather everybody's notes."""
+    if isinstance(failure, UserError):
+        return UserError(*failure.args)
+    if isinstance(failure, _Closed):
+        return RuntimeError("the engine is closed")
+    error = RuntimeError(f"the engine has failed: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
 
 
 def _post(answer: asyncio.Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:

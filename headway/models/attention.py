@@ -113,6 +113,8 @@ class PackedAttention:
     def attend(
         self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTD: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        num_rows, num_covered = query_HTD.shape[1], len(self._order_T)
+        assert num_rows == num_covered, f"the segments cover {num_covered} of the forward's {num_rows} rows"
         if self.kept is not None:
             assert layer == len(self.kept), "layers run in order"
             self.kept.append((key_GTD, value_GTD))
@@ -147,6 +149,7 @@ def _row_order(grouped: Sequence[Sequence[Segment]], blocks: Sequence[_Block]) -
             places.append(torch.arange(segment.length) + offset + number * width)
         offset += block.query_rows_SQ.numel()
     rows_T, places_T = torch.cat(rows), torch.cat(places)
+    assert int(rows_T.max()) < len(rows_T), "the segments leave rows of the forward uncovered"
     order_T = torch.full_like(rows_T, -1)
     order_T[rows_T] = places_T
     assert (order_T >= 0).all(), "the segments leave rows of the forward uncovered"
@@ -166,7 +169,7 @@ def _attend_block(
     key, value = (x[:, block.key_rows_SK].transpose(0, 1) for x in (key_GTD, value_GTD))
     visible = block.visible_SQK[:, None].repeat(1, 1, ratio, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
-    return output.view(S, num_heads, Q, size).transpose(1, 2).reshape(S * Q, num_heads, size)
+    return output.view(S, num_heads, Q, -1).transpose(1, 2).reshape(S * Q, num_heads, -1)
 
 
 class KeyValueCache:
@@ -227,4 +230,4 @@ class CachedAttention:
         output = F.scaled_dot_product_attention(
             query, keys[live], values[live], attn_mask=self._visible_N11L, scale=scale
         )
-        return output.reshape(num_lanes, num_heads, size)
+        return output.reshape(num_lanes, num_heads, -1)

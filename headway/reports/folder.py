@@ -23,6 +23,8 @@ from headway.reports.metrics import JsonLines, StepMetrics
 from headway.trace import Trace, TraceFile
 from headway.types import UserError
 
+CHECKPOINTS = "checkpoints"
+
 
 class RunFolder:
     """A run's folder, open for writing; files are appended to, so a resumed run goes on in its own."""
@@ -36,7 +38,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def model(self) -> Path:

@@ -26,7 +26,7 @@ class ProgressLine:
     """A trace listener and context manager that shows a run.
 
     On a terminal: one line that a timer keeps fresh, with what the run waits for, and above it one line for every
-    examination. Elsewhere: one line per phase, train step and examination, flushed at once. However the block is
+    examination and every warning of a train step. Elsewhere: one line per phase, train step and examination, flushed at once. However the block is
     left, the cursor is back and the last line stands.
 
     >>> import io
@@ -75,6 +75,8 @@ class ProgressLine:
         with self._lock:
             self._status(event)
             self._phase = ""
+        if event.kind == "trained" and event["metrics"].get("warning"):
+            self._say(f"warning: train step {event['version']}: {event['metrics']['warning']}")
         if event.kind == "examined":
             self._say(wording.examination(event))
         elif not self._live and event.kind == "trained":

@@ -1,8 +1,8 @@
 """What has been started, finished, scored, taken, trained and published: a state machine of integers.
 
 Stages *report* (generated, scored, trained, published) in any order; `settle` applies the reports of an instant in
-one fixed order. The loop *decides* (take, publish, examine, start), which applies at once. Every transition emits one
-trace event; whatever a run counts is derived from what stands here or from those events.
+one fixed order. The loop *decides* (take, publish, save, examine, start), which applies at once. Every transition of
+the schedule emits one trace event; whatever a run counts is derived from what stands here or from those events.
 
 No asyncio and no tensors: references are carried, never opened.
 """
@@ -108,7 +108,7 @@ class Ledger:
     ) -> None:
         self.settings = settings
         self._now, self._changed, self._trace = now, changed, trace
-        self.trained = self.published = 0
+        self.trained = self.published = self.saved = 0
         self.groups_started = self.groups_released = 0
         self.rollouts_started = 0
         self.running: dict[int, RolloutTicket] = {}
@@ -131,15 +131,17 @@ class Ledger:
         self._open_due_examination()
 
     def _resume(self, progress: Mapping[str, Any]) -> None:
-        """Groups that were started but not resolved are started again: counters begin where the resolved ones end."""
-        self.trained = self.published = progress["version"]
+        """Groups that were started but not resolved are started again: counters begin where the resolved ones end.
+
+        A version is saved before it is published and examined, so an examination that is due then is held (again).
+        """
+        self.trained = self.published = self.saved = progress["version"]
         self._watermark = self._next_group = progress["watermark"]
         self._resolved_above = set(progress["resolved_above"])
         self._skip_resolved()
         self.groups_started = self._watermark + len(self._resolved_above)
         self.groups_released = progress["groups_released"]
         self.rollouts_started = self.groups_started * self.settings.group_size
-        self._examined_version = None if self.steps_done else self.published
 
     # ---- derived
 
@@ -179,7 +181,7 @@ class Ledger:
         """The newest weights are to be checkpointed: every so often, after the last step, at the end of the data."""
         every = self.settings.save_every
         last = self.trained >= self.settings.steps or (self.exhausted and not self.active)
-        return last or (every > 0 and self.trained % every == 0)
+        return self.trained > self.saved and (last or (every > 0 and self.trained % every == 0))
 
     def progress(self) -> dict[str, Any]:
         """What a resume needs: every group below the watermark, and those listed above it, are trained or released."""
@@ -338,6 +340,11 @@ class Ledger:
         self.publishing = True
         self._trace.emit("publishing", self._now(), version=self.trained)
         return weights
+
+    def save(self) -> dict[str, Any]:
+        """The newest weights are checkpointed, with this account of the run."""
+        self.saved = self.trained
+        return self.progress()
 
     def examine(self) -> RolloutTicket:
         """Lend the first free lane to the open examination. It takes no slot and is outside every count."""

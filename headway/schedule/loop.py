@@ -34,8 +34,14 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
         with named(f"publishing version {ledger.trained}"):
             await stages.sync(weights, ledger.trained)
             if ledger.save_due:
-                await stages.save(ledger.progress())
+                await stages.save(ledger.save())
             ledger.report_published()
+
+    async def save_the_end() -> None:
+        """Groups that fail after the last step can be what ends the data."""
+        with named("saving the last version"):
+            if ledger.save_due:
+                await stages.save(ledger.save())
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -48,12 +54,15 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
                     begin(step(ledger.take(groups)), "train step")
                 if rules.may_publish(ledger):
                     begin(publish(ledger.publish()), "publish")
-                while rules.may_examine(ledger):
-                    begin(rollout(ticket := ledger.examine()), ticket_name(ticket))
-                while rules.may_start(ledger):
-                    begin(rollout(ticket := ledger.start()), ticket_name(ticket))
+                    bell.ring()  # a sync that takes no time is over before lanes are filled
+                else:
+                    while rules.may_examine(ledger):
+                        begin(rollout(ticket := ledger.examine()), ticket_name(ticket))
+                    while rules.may_start(ledger):
+                        begin(rollout(ticket := ledger.start()), ticket_name(ticket))
                 await bell.wait()  # something was reported, and all else of this instant too
                 ledger.settle()
+            await save_the_end()
             raise _RunEnded
     except* _RunEnded:
         pass

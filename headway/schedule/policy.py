@@ -18,7 +18,7 @@ class Rules:
     run_ahead: float
 
     def batch(self, ledger: Ledger) -> list[Group] | None:
-        """The first groups that finished, once the trainer is idle and they are enough; the rest at the end of the data."""
+        """The first groups that finished, once they are enough for the idle trainer; the rest when the data end."""
         if ledger.trainer_busy or ledger.steps_done:
             return None
         size = ledger.settings.groups_per_batch
@@ -44,4 +44,6 @@ class Rules:
 
     def num_admitted(self, ledger: Ledger) -> int:
         """(published + run_ahead + 1) batches, in whole groups, rounded down (AReaL, arXiv 2505.24298, section 5.1)."""
-        return math.floor((ledger.published + self.run_ahead + 1) * ledger.settings.groups_per_batch)
+        size = ledger.settings.groups_per_batch
+        ahead = round(self.run_ahead * size, 6)  # 0.29 x 100 is 29 groups, and 28.999... in binary fractions
+        return (ledger.published + 1) * size + math.floor(ahead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,10 +43,11 @@ class Doubles:
     def _version_runs(self, version: int, began: float, length: float) -> tuple[VersionRun, ...]:
         if self._in_flight == "pinned":
             return (VersionRun(version, length),)
-        swaps = [(at, new) for at, new in self._published_at if began < at < began + length]
+        first = bisect_right(self._published_at, (began, version))
+        swaps = [(at, new) for at, new in self._published_at[first:] if at < began + length]
         starts = [(began, version), *swaps]
         ends = [at for at, _ in swaps] + [began + length]
-        return tuple(VersionRun(new, end - at) for (at, new), end in zip(starts, ends, strict=True))
+        return tuple(VersionRun(new, end - at) for (at, new), end in zip(starts, ends, strict=True) if end > at)
 
     async def score(self, ticket: Ticket, rollout: Reference) -> Scored:
         if self._times.score:

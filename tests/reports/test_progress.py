@@ -217,3 +217,21 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: _Terminal, monkeypatch) -> N
     with ProgressLine(stream=terminal) as progress:
         progress.phase("loading the model ...")
     assert terminal.getvalue() == "loading the model ...\n"
+
+
+def test_a_warning_of_a_train_step_is_said_loudly() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream)
+    for event in run_of_one_step(warning="the gradient is not finite (nan): this step was skipped"):
+        progress(event)
+    assert "warning: train step 1: the gradient is not finite (nan): this step was skipped\n" in stream.getvalue()
+
+
+def run_of_one_step(warning: str) -> list[Event]:
+    header = {"lanes": 1, "batch_size": 1, "group_size": 1, "run_ahead": 0, "steps": 1, "max_lag": None, "seed": 0}
+    taken = {"version": 0, "groups": [0], "rollouts": [0], "lags": [0], "token_lag": 0.0}
+    return [
+        Event("run", 0.0, {**header, "version": 0, "clock": "wall"}),
+        Event("taken", 1.0, taken),
+        Event("trained", 2.0, {"version": 1, "metrics": {"warning": warning}}),
+    ]

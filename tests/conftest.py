@@ -1,0 +1,30 @@
+"""Fixtures of every folder: tiny policies and a tiny model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.models.policy import Policy
+from tests import tiny
+
+torch.set_num_threads(1)  # tiny products only lose by sharing them out
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """A random Llama with two query heads to each key head. Each test has its own, and may change it."""
+    return tiny.make_policy("llama")
+
+
+@pytest.fixture
+def qwen3() -> Policy:
+    return tiny.make_policy("qwen3")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: a random Llama with tied embeddings, and a tokenizer of single characters. Not to be changed."""
+    return tiny.write_model_folder(tmp_path_factory.mktemp("models") / "tiny")

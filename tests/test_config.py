@@ -1,0 +1,345 @@
+"""Settings: where a value comes from, what is refused and how, and the recipe a configuration turns into."""
+
+import re
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headway import config
+from headway.config import KEYS, Config, choices, fields, resolve
+from headway.types import UserError
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The text of a recipe -> its file."""
+
+    def write(text, name="mine.toml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def refusal(recipe=None, *words):
+    """The message of the UserError, which is one line."""
+    with pytest.raises(UserError) as caught:
+        resolve(recipe, words)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Where a value comes from
+
+
+def test_without_a_recipe_all_is_default():
+    resolved = resolve(None)
+    assert resolved.config == Config()
+    assert resolved.origins == dict.fromkeys(KEYS, "default")
+
+
+def test_the_command_line_goes_before_the_recipe_and_the_recipe_before_defaults(recipe):
+    path = recipe("[schedule]\nbatch_size = 8\ngroup_size = 4\n")
+    resolved = resolve(path, ["--schedule.batch-size", "12"])
+    schedule = resolved.config.schedule
+    assert (schedule.batch_size, schedule.group_size, schedule.run_ahead) == (12, 4, 1.0)
+    origins = [resolved.origins[f"schedule.{name}"] for name in ("batch_size", "group_size", "run_ahead")]
+    assert origins == ["command line", "recipe", "default"]
+
+
+def test_a_value_that_equals_the_default_still_says_who_gave_it():
+    assert resolve(None, ["--run.steps", "100"]).origins["run.steps"] == "command line"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--schedule.run-ahead", "2"],
+        ["--schedule.run_ahead", "2"],
+        ["--run-ahead", "2"],
+        ["--run_ahead", "2"],
+        ["--run-ahead=2"],
+        ["--run-ahead", "0", "--schedule.run_ahead=2"],
+    ],
+)
+def test_ways_to_write_an_override(words):
+    assert resolve(None, words).config.schedule.run_ahead == 2.0
+
+
+def test_dashes_in_a_recipe(recipe):
+    assert resolve(recipe("[schedule]\nrun-ahead = 0.5\n")).config.schedule.run_ahead == 0.5
+
+
+def test_a_value_may_hold_what_it_likes():
+    assert resolve(None, ["--run.name=--a=b"]).config.run.name == "--a=b"
+    assert resolve(None, ["--run.seed", "-3"]).config.run.seed == -3
+
+
+# Values that are more than a word
+
+
+def test_lists_are_words_with_commas_on_the_command_line(recipe):
+    assert resolve(None, ["--stop", "###,Q:"]).config.generate.stop == ("###", "Q:")
+    assert resolve(None, ["--end-tokens", "<|end|>"]).config.generate.end_tokens == ("<|end|>",)
+    assert resolve(None, ["--stop", ""]).config.generate.stop == ()
+    assert resolve(recipe('[generate]\nstop = ["a,b", "c"]\n')).config.generate.stop == ("a,b", "c")
+
+
+def test_tables_are_json_on_the_command_line(recipe):
+    path = recipe("[data]\nparams = { min_terms = 3, kinds = ['a'] }\n")
+    assert resolve(path).config.data.params == {"min_terms": 3, "kinds": ["a"]}
+    assert resolve(path, ["--data.params", '{"min_terms": 2}']).config.data.params == {"min_terms": 2}
+
+
+def test_tables_of_a_recipe_in_their_own_section(recipe):
+    assert resolve(recipe("[data.params]\nmin = 1\n")).config.data.params == {"min": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{min: 2}", "a table on the command line is JSON"),
+        ("[1]", "dictionary"),
+        ('{"a": null}', "null has no place in a recipe"),
+        ('{"a": {"b": [1, null]}}', "null has no place in a recipe"),
+    ],
+)
+def test_tables_that_are_none(value, words):
+    message = refusal(None, "--data.params", value)
+    assert message.startswith("--data.params = ")
+    assert words in message
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("no", False), ("1", True)])
+def test_switches(word, value):
+    assert resolve(None, ["--data.chat", word]).config.data.chat is value
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("--run-ahed", "schedule.run_ahead"),
+        ("--schedule.runahead", "schedule.run_ahead"),
+        ("--group-siez", "schedule.group_size"),
+        ("--train.lr-rate", "train.learning_rate"),
+        ("--lenghts", "simulate.lengths"),
+        ("--shedule.max-lag", "schedule.max_lag"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(word, nearest):
+    assert refusal(None, word, "2") == f"unknown key {word}; the nearest valid key is {nearest}"
+
+
+def test_an_unknown_key_of_a_recipe_names_file_and_nearest(recipe):
+    path = recipe("[schedule]\nrun_ahed = 1\n")
+    assert refusal(path) == f"{path}: unknown key schedule.run_ahed; the nearest valid key is schedule.run_ahead"
+
+
+def test_an_unknown_section_names_the_nearest(recipe):
+    path = recipe("[shedule]\nrun_ahead = 1\n")
+    assert refusal(path) == f"{path}: unknown key shedule.run_ahead; the nearest valid key is schedule.run_ahead"
+    path = recipe("[shedule]\n")
+    assert refusal(path) == f"{path}: unknown section [shedule]; the nearest valid section is [schedule]"
+
+
+def test_a_key_outside_a_section(recipe):
+    path = recipe("run_ahead = 1\n")
+    assert refusal(path) == f"{path}: 'run_ahead' stands outside a section; the nearest valid key is schedule.run_ahead"
+
+
+def test_a_key_that_is_given_twice(recipe):
+    path = recipe("[schedule]\nrun_ahead = 1\nrun-ahead = 2\n")
+    assert refusal(path) == f"{path}: schedule.run_ahead is given twice, with a dash and with an underscore"
+
+
+def test_an_ambiguous_short_name_names_the_keys_it_may_be():
+    message = refusal(None, "--every", "3")
+    assert message == "--every is ambiguous: write one of --evaluate.every, --checkpoint.every"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps"], "--steps needs a value, as in --steps VALUE"),
+        (["--steps", "--run-ahead", "2"], "--steps needs a value, as in --steps VALUE"),
+        (["steps", "3"], "unexpected word 'steps': an override is --section.key value"),
+        (["--steps", "3", "4"], "unexpected word '4': an override is --section.key value"),
+        (["-s", "3"], "unexpected word '-s': an override is --section.key value"),
+    ],
+)
+def test_words_that_are_no_overrides(words, message):
+    assert refusal(None, *words) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--run.steps = '0': input should be greater than or equal to 1"),
+        (["--steps", "many"], "--run.steps = 'many': input should be a valid integer"),
+        (["--run-ahead", "-1"], "--schedule.run-ahead = '-1': input should be greater than or equal to 0"),
+        (["--run-ahead", "inf"], "--schedule.run-ahead = 'inf': input should be a finite number"),
+        (["--learning-rate", "nan"], "--train.learning-rate = 'nan': input should be"),
+        (["--train.schedule", "linea"], "--train.schedule = 'linea': input should be 'constant', 'linear' or 'cosine'"),
+        (["--in-flight", "pin"], "--simulate.in-flight = 'pin': input should be 'pinned' or 'keep'"),
+        (["--beta1", "1"], "--train.beta1 = '1': input should be less than 1"),
+    ],
+)
+def test_unfit_values_of_the_command_line(words, message):
+    assert refusal(None, *words).startswith(message)
+
+
+def test_an_unfit_value_of_a_recipe_names_the_file(recipe):
+    path = recipe("[run]\nsteps = 0\n")
+    assert refusal(path) == f"{path}: run.steps = 0: input should be greater than or equal to 1"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "group_size", "nearest"), [(30, 8, "24 or 32"), (3, 8, "8"), (9, 8, "8 or 16"), (31, 2, "30 or 32")]
+)
+def test_a_batch_of_broken_groups_names_sizes_that_are_whole(batch_size, group_size, nearest):
+    words = ["--batch-size", str(batch_size), "--group-size", str(group_size)]
+    expected = f"batch_size {batch_size} is no multiple of group_size {group_size}; try batch_size {nearest}"
+    assert refusal(None, *words) == f"command line: {expected}"
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8])
+def test_the_sizes_that_are_named_are_valid(group_size):
+    for batch_size in range(1, 40):
+        if batch_size % group_size:
+            message = refusal(None, "--batch-size", str(batch_size), "--group-size", str(group_size))
+            for size in re.findall(r"\d+", message.split("try batch_size")[1]):
+                resolve(None, ["--batch-size", size, "--group-size", str(group_size)])
+
+
+# Recipe files
+
+
+def test_a_missing_recipe_names_the_nearest(recipe, tmp_path):
+    recipe("", "arithmetic.toml")
+    missing = tmp_path / "aritmetic.toml"
+    assert refusal(missing) == f"there is no recipe {missing}; did you mean {tmp_path / 'arithmetic.toml'}?"
+    nowhere = tmp_path / "nowhere" / "x.toml"
+    assert refusal(nowhere) == f"there is no recipe {nowhere}"
+    assert refusal(tmp_path) == f"there is no recipe {tmp_path}"
+
+
+def test_malformed_toml_names_file_and_line(recipe):
+    path = recipe("[run]\nsteps = = 3\n")
+    message = refusal(path)
+    assert message.startswith(f"{path} is not valid TOML: ")
+    assert "line 2" in message
+
+
+def test_a_recipe_that_is_no_text(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff\xfe[run]")
+    assert refusal(path).startswith(f"{path} is not valid TOML: ")
+
+
+# A configuration as a recipe
+
+
+def test_the_recipe_of_a_configuration_says_where_values_come_from(recipe):
+    lines = resolve(recipe("[run]\nseed = 7\n"), ["--steps", "3"]).to_toml().splitlines()
+    assert "seed = 7 # recipe" in lines
+    assert "steps = 3 # command line" in lines
+    assert 'name = "run" # default' in lines
+    assert "# out is not set (default)" in lines
+
+
+def test_every_key_is_in_the_recipe():
+    text = resolve(None).to_toml()
+    for key in KEYS:
+        assert re.search(rf"^(# )?{key.split('.')[1]} ", text, re.MULTILINE), key
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from('\n\t"\\#[]='), max_size=20)
+PLAIN = st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+TABLES = st.dictionaries(
+    TEXT, PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(TEXT, PLAIN, max_size=2), max_size=3
+)
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    template=TEXT,
+    system=st.none() | TEXT,
+    params=TABLES,
+    stop=st.lists(TEXT, max_size=3),
+    end_tokens=st.none() | st.lists(TEXT, max_size=2),
+    learning_rate=st.floats(0, 10),
+    group_size=st.integers(1, 9),
+    groups=st.integers(1, 9),
+)
+def test_a_configuration_and_its_recipe_are_the_same(
+    tmp_path_factory, template, system, params, stop, end_tokens, learning_rate, group_size, groups
+):
+    given_config = Config(
+        data={"template": template, "system": system, "params": params},
+        generate={"stop": stop, "end_tokens": end_tokens},
+        train={"learning_rate": learning_rate},
+        schedule={"batch_size": group_size * groups, "group_size": group_size},
+    )
+    path = tmp_path_factory.mktemp("recipe") / "again.toml"
+    path.write_text(config.Resolved(given_config, resolve(None).origins).to_toml(), encoding="utf-8")
+    assert resolve(path).config == given_config
+
+
+# The settings themselves
+
+
+def test_settings_are_frozen():
+    settings = resolve(None).config
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.run.steps = 5
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.run = config.Run()
+    assert settings == Config()
+
+
+SELF_EXPLAINING = {
+    *("train.learning_rate", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay"),
+    *("simulate.mean_length", "simulate.train_time", "simulate.sync_time", "simulate.score_time"),
+}
+
+
+def test_every_key_has_a_description_or_a_name_that_explains_itself():
+    assert {key for key, info in fields() if not info.description} == SELF_EXPLAINING
+
+
+def test_a_short_name_is_ambiguous_or_finds_its_key():
+    names = [key.split(".")[1] for key in KEYS]
+    for key, name in zip(KEYS, names, strict=True):
+        if names.count(name) == 1:
+            assert config._full_key(name) == key
+        else:
+            assert "is ambiguous" in refusal(None, f"--{name}", "1")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "shown"),
+    [
+        (int, "int"),
+        (float | None, "float"),
+        (Literal["pinned", "keep"], "pinned|keep"),
+        (config.Strings, "words"),
+        (config.Strings | None, "words"),
+        (config.Parameters, "table"),
+        (int | str, "int or str"),
+    ],
+)
+def test_types_in_help_texts(annotation, shown):
+    assert choices(annotation) == shown
+
+
+def test_every_type_has_a_short_name():
+    assert all(re.fullmatch(r"[a-z0-9|]+( or [a-z]+)*", choices(info.annotation)) for _, info in fields())
