@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headway.models.attention import PackedAttention, Segment
+from headway.models.distribution import Head
 from headway.models.policy import Policy, as_policy
 from headway.types import Prompt, Rollout, Score, ScoredRollout
 
@@ -90,6 +93,36 @@ def make_model(architecture: str = "llama", *, seed: int = 0, **settings: Any) -
 
 def make_policy(architecture: str = "llama", *, seed: int = 0, **settings: Any) -> Policy:
     return as_policy(make_model(architecture, seed=seed, **settings))
+
+
+class Bigram(torch.nn.Module):
+    """A causal LM without attention: the next token depends on the newest one alone."""
+
+    def __init__(self, logits_by_previous: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self.table_VD = torch.nn.Parameter(torch.tensor(logits_by_previous).T.contiguous())
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64))
+
+    @property
+    def base_model(self) -> torch.nn.Module:
+        return self
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        hidden_TD = torch.nn.functional.one_hot(input_ids, self.table_VD.shape[1]).to(self.table_VD.dtype)
+        return SimpleNamespace(last_hidden_state=hidden_TD)
+
+
+def make_bigram(logits_by_previous: Sequence[Sequence[float]]) -> Policy:
+    model = Bigram(logits_by_previous)
+    return Policy(model, Head(model.table_VD))
+
+
+def make_chain(*tokens: int, vocabulary: int = 10) -> Policy:
+    """After the first of `tokens` comes the second, and so on, all but surely."""
+    logits = [[0.0] * vocabulary for _ in range(vocabulary)]
+    for previous, following in itertools.pairwise(tokens):
+        logits[previous][following] = 20.0
+    return make_bigram(logits)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

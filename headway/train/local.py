@@ -118,5 +118,6 @@ class LocalTrainer:
     def load(self, folder: Path) -> None:
         state = torch.load(folder / "trainer.pt", map_location=self._policy.device, weights_only=True)
         assign_weights(self._policy.model, state["weights"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        own = self._optimizer.state_dict()  # whose settings are this run's; those that were saved are not taken
+        self._optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
         self._steps_taken, self._steps_skipped = state["steps_taken"], state["steps_skipped"]

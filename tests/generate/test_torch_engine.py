@@ -1,0 +1,624 @@
+"""The embedded engine: its tokens and log-probs against the model's own, and what happens at token boundaries.
+
+What every generator must keep is in tests/contract/test_generator.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from headway.generate import torch_engine
+from headway.models.attention import PackedAttention, Segment
+from headway.models.distribution import Head, token_logprobs
+from headway.models.policy import Policy
+from headway.models.weights import fingerprint
+from headway.stages import Sample, SampleRequest
+from headway.types import Prompt, UserError
+from tests import tiny
+from tests.generate.harness import Passes, answers, ask, engine_of, run, sample_together
+from tests.tiny import END, make_chain, make_policy, own_logprobs
+
+PROMPTS = ("1+2=", "a", "0123456789+-", "bb c", "77", "k=?")
+VARIED = [
+    ask(prompt, max_new_tokens, member=member, temperature=temperature)
+    for member, (prompt, max_new_tokens, temperature) in enumerate(
+        [("1+2=", 9, 1.0), ("1+2=", 4, 0.7), ("a", 20, 1.0), ("0123456789+-", 1, 1.3), ("0123456789+-", 30, 0.5)]
+        + [("a", 2, 0.0), ("bb c", 13, 1.0), ("1+2=", 25, 1.0), ("k=?", 6, 0.9), ("a", 11, 1.0)]
+    )
+]
+
+
+def assert_same(sample: Sample, expected: Sample) -> None:
+    assert sample.tokens == expected.tokens
+    assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert (sample.versions, sample.finish, sample.text) == (expected.versions, expected.finish, expected.text)
+
+
+# ---- the tokens and their log-probs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2", "gpt2", "cohere", "granite", "deepseek_v3"])
+def test_greedy_tokens_are_those_of_transformers(architecture):
+    policy = make_policy(architecture)
+    requests = [ask(prompt, 20, temperature=0.0, end_ids=frozenset({END})) for prompt in PROMPTS]
+    for request, sample in zip(requests, answers(policy, requests, lanes=3), strict=True):
+        ids = torch.tensor([request.prompt.tokens])
+        generated = tiny.plain(policy).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+        assert sample.tokens == tuple(generated[0, ids.shape[1] :].tolist())
+        assert set(sample.logprobs) == {0.0}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "granite"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+def test_recorded_log_probs_are_the_models_own(architecture, temperature):
+    policy = make_policy(architecture)
+    requests = [ask(prompt, 16, member=member, temperature=temperature) for member in (0, 1) for prompt in PROMPTS]
+    for request, sample in zip(requests, answers(policy, requests), strict=True):
+        with torch.no_grad():
+            expected = own_logprobs(policy, request.prompt.tokens, sample.tokens, temperature)
+        assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_recorded_log_probs_are_the_trainers(policy):
+    (sample,) = answers(policy, [ask("1+2=", 24, temperature=0.7)])
+    rows_T = torch.tensor((*tiny.encode("1+2="), *sample.tokens[:-1]))
+    plan = PackedAttention([Segment(0, len(rows_T))], policy.device)
+    hidden_TD = policy.hidden(rows_T, torch.arange(len(rows_T)), plan)
+    logp_N, _ = token_logprobs(policy.head, hidden_TD[3:], torch.tensor(sample.tokens), 0.7)
+    assert sample.logprobs == pytest.approx(logp_N.tolist(), abs=1e-5)
+
+
+def test_members_of_a_group_differ_and_a_repeated_identity_does_not(policy):
+    samples = answers(policy, [ask("1+2=", 12, member=member) for member in (0, 1, 2, 0)])
+    assert len({sample.tokens for sample in samples}) == 3
+    assert_same(samples[3], samples[0])
+
+
+# ---- what a rollout does not depend on
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Sample]:
+    """Each of VARIED by itself, in a new engine of one lane."""
+    policy = make_policy()
+    return [answers(policy, [request], lanes=1)[0] for request in VARIED]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 16])
+def test_company_and_lanes_leave_no_trace(policy, alone, lanes):
+    for sample, expected in zip(answers(policy, VARIED, lanes=lanes), alone, strict=True):
+        assert_same(sample, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_arrival_leaves_no_trace(policy, alone, seed):
+    order = random.Random(seed).sample(range(len(VARIED)), len(VARIED))
+    for number, sample in zip(order, answers(policy, [VARIED[number] for number in order], lanes=3), strict=True):
+        assert_same(sample, alone[number])
+
+
+@pytest.mark.parametrize(("name", "value"), [("PREFILL_TOKENS", 1), ("PREFILL_TOKENS", 14), ("KNOWN_PROMPTS", 1)])
+def test_how_prompts_are_prefilled_leaves_no_trace(policy, alone, name, value, monkeypatch):
+    monkeypatch.setattr(torch_engine, name, value)
+    for sample, expected in zip(answers(policy, VARIED, lanes=4), alone, strict=True):
+        assert_same(sample, expected)
+
+
+# ---- passes
+
+
+def observed(policy: Policy, requests: Sequence[SampleRequest], lanes: int) -> tuple[list[Sample], list[tuple[str, int]]]:
+    """The answers to requests that arrive at one token boundary, and the passes they took."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=lanes) as engine:
+            samples = await sample_together(engine, passes, requests)
+        return samples, passes.seen
+
+    return run(program())
+
+
+def test_a_finished_rollouts_lane_is_refilled_at_the_next_token(policy):
+    """Two lanes, budgets 3, 2, 2: the third answer starts beside the last token of the first."""
+    samples, passes = observed(policy, [ask("abc", budget, member=budget) for budget in (3, 2)] + [ask("abc", 2)], lanes=2)
+    assert [len(sample.tokens) for sample in samples] == [3, 2, 2]
+    assert passes == [("prefill", 3), ("decode", 2), ("decode", 2)]
+
+
+def test_more_rollouts_than_lanes_take_as_many_passes_as_their_tokens_fill(policy):
+    """Every answer has 6 tokens, one of them from its prefill: 12 answers in 4 lanes are 3 rounds of 5 decodings."""
+    samples, passes = observed(policy, [ask("abc", 6, member=member) for member in range(12)], lanes=4)
+    assert [len(sample.tokens) for sample in samples] == [6] * 12
+    assert passes == [("prefill", 3), *[("decode", 4)] * 15]
+
+
+def test_answers_of_one_token_need_no_decoding(policy):
+    samples, passes = observed(policy, [ask("abc", 1, member=member) for member in range(5)], lanes=2)
+    assert [len(sample.tokens) for sample in samples] == [1] * 5
+    assert passes == [("prefill", 3)]
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(policy):
+    """Whether its members start together or, for want of lanes, one after the other."""
+    for lanes in (1, 4):
+        _, passes = observed(make_policy(), [ask("0123", 3, member=member) for member in range(4)], lanes)
+        assert [rows for kind, rows in passes if kind == "prefill"] == [4]
+
+
+def test_different_prompts_are_prefilled_in_one_pass(policy):
+    _, passes = observed(policy, [ask("0123", 1), ask("45", 1), ask("6", 1)], lanes=3)
+    assert passes == [("prefill", 7)]
+
+
+# ---- how a rollout ends
+
+
+def chained(*tokens: int, prompt_ids: tuple[int, ...] = (0,), budget: int = 9, decode=str, **options) -> Sample:
+    """The answer to a prompt after which these tokens come, one after the other."""
+    request = ask(Prompt("p", "", prompt_ids), budget, **options)
+    return answers(make_chain(prompt_ids[-1], *tokens), [request], decode=decode)[0]
+
+
+def test_b12a_an_end_token_is_part_of_the_answer_and_its_last():
+    """Padding with the end id, as in [5, 7, 2, 2, 2], has no place: lengths are the sampler's."""
+    sample = chained(5, 7, 2, 8, 9, end_ids=frozenset({2}))
+    assert (sample.tokens, sample.finish) == ((5, 7, 2), "stop")
+    assert len(sample.logprobs) == len(sample.versions) == 3
+
+
+def test_b12b_an_answer_that_is_cut_off_says_so():
+    sample = chained(5, 7, 9, 2, budget=3, end_ids=frozenset({2}))
+    assert (sample.tokens, sample.finish) == ((5, 7, 9), "length")
+
+
+def test_an_end_token_at_the_last_place_is_an_end():
+    assert chained(5, 7, 2, budget=3, end_ids=frozenset({2})).finish == "stop"
+
+
+@pytest.mark.parametrize(("tokens", "length"), [((5, 3, 2), 2), ((5, 2, 3), 2), ((3,), 1)])
+def test_b12c_any_of_several_end_ids(tokens, length):
+    sample = chained(*tokens, end_ids=frozenset({2, 3}))
+    assert (sample.tokens, sample.finish) == (tokens[:length], "stop")
+
+
+def test_b12d_an_end_id_in_the_prompt_is_a_token_like_any_other(policy):
+    with_end = Prompt("p", "", (1, END, 2, END))
+    (sample,) = answers(policy, [ask(with_end, 10, end_ids=frozenset({END}))])
+    with torch.no_grad():
+        expected = own_logprobs(policy, with_end.tokens, sample.tokens)
+        without = own_logprobs(policy, (1, 2), sample.tokens)
+    assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert sample.logprobs != pytest.approx(without.tolist(), abs=1e-2)
+
+
+def test_an_id_ends_an_answer_only_when_it_is_asked_to():
+    sample = chained(5, 2, 7, 2, 8, budget=4, end_ids=frozenset())
+    assert (sample.tokens, sample.finish) == ((5, 2, 7, 2), "length")
+
+
+def test_the_text_is_without_the_end_token():
+    assert chained(5, 7, 2, end_ids=frozenset({2}), decode=lambda ids: "".join(map(str, ids))).text == "57"
+
+
+def pieces(*texts: str):
+    """Decodes token t as texts[t - 1]; token 0 is the prompt's."""
+    return lambda ids: "".join(texts[token - 1] for token in ids)
+
+
+def test_b19e_a_stop_string_over_several_tokens_keeps_every_id():
+    sample = chained(1, 2, 3, 4, 5, decode=pieces("x", "</", "ans", "wer>!", "more"), stop=("</answer>",))
+    assert sample.tokens == (1, 2, 3, 4)
+    assert len(sample.logprobs) == len(sample.versions) == 4
+    assert (sample.text, sample.finish) == ("x", "stop")
+
+
+def test_b12e_no_end_token_is_added_to_an_answer_that_a_string_stopped():
+    sample = chained(5, 1, 9, 2, decode=lambda ids: "".join(map(str, ids)), stop=("1",), end_ids=frozenset({2}))
+    assert sample.tokens == (5, 1)
+    assert sample.text == "5"
+
+
+def test_b19a_ids_are_not_those_that_the_text_would_encode_to():
+    """With "ab" in the vocabulary too, the text of [a, b] would be encoded as one token."""
+    sample = chained(1, 2, budget=2, decode=pieces("a", "b", "ab"))
+    assert (sample.tokens, sample.text) == ((1, 2), "ab")
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "text"),
+    [
+        (("c",), 3, "ab"),
+        (("bc",), 3, "a"),
+        (("abcd",), 4, ""),
+        (("zz", "cd", "d"), 4, "ab"),
+        (("a",), 1, ""),
+        (("abd",), 6, "abcdef"),
+        (("f",), 6, "abcde"),
+    ],
+)
+def test_stop_strings(stop, num_tokens, text):
+    sample = chained(1, 2, 3, 4, 5, 6, budget=6, decode=pieces(*"abcdef"), stop=stop)
+    assert (len(sample.tokens), sample.text) == (num_tokens, text)
+    assert sample.finish == ("stop" if text != "abcdef" else "length")
+
+
+def test_a_stop_string_late_in_a_long_answer():
+    """A hundred tokens of one letter each, and the string at their end."""
+    policy = make_chain(0, 1, 1)
+    policy.model.table_VD.data[2, 1] = 16.0  # a b follows sooner or later
+    policy.model.config = make_policy(max_position_embeddings=4096).model.config
+    (sample,) = answers(policy, [ask(Prompt("p", "", (0,)), 4000, stop=("ab",))], decode=pieces("a", "b"))
+    assert sample.finish == "stop"
+    assert len(sample.tokens) > 20
+    assert sample.tokens == (1,) * (len(sample.tokens) - 1) + (2,)
+    assert sample.text == "a" * (len(sample.tokens) - 2)
+
+
+def test_a_stop_string_of_several_bytes_over_byte_tokens():
+    """Tokens are the bytes of "né!", and a character that is not whole is decoded as a replacement."""
+    symbols = {1: b"n", 2: b"\xc3", 3: b"\xa9", 4: b"!"}
+    sample = chained(
+        1, 2, 3, 4, decode=lambda ids: b"".join(symbols[token] for token in ids).decode(errors="replace"), stop=("é",)
+    )
+    assert (sample.tokens, sample.text, sample.finish) == ((1, 2, 3), "n", "stop")
+
+
+def test_a_prompt_that_leaves_too_little_room_is_refused(policy):
+    too_long = ask(Prompt("p7", "", (1,) * 60), 5)
+    with pytest.raises(UserError, match="prompt p7 has 60 tokens; with 5 new ones that is more than the model's context of 64"):
+        answers(policy, [too_long])
+    answers(policy, [ask(Prompt("p7", "", (1,) * 60), 4)])
+
+
+def test_a_prompt_without_tokens_is_refused(policy):
+    with pytest.raises(UserError, match="prompt p has no tokens"):
+        answers(policy, [ask(Prompt("p", ""), 4)])
+
+
+# ---- weights that change in flight
+
+
+class MeanAttention(torch.nn.Module):
+    """B18: one head that looks everywhere alike, so the output is the mean of w times the inputs so far.
+
+    The inputs of tokens 0, 1, 2 are 3, 1, 2; the log-prob of token 0 is ln sigmoid(output).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(1.0))
+        self.head_VD = torch.nn.Parameter(torch.tensor([[1.0], [0.0]]))
+        self.config = tiny.make_bigram([[0.0]]).model.config
+
+    @property
+    def base_model(self) -> torch.nn.Module:
+        return self
+
+    def forward(self, input_ids, attention_plan, **_):
+        value_GTD = self.value * torch.tensor([3.0, 1.0, 2.0])[input_ids][:, :, None]
+        flat = torch.zeros_like(value_GTD)
+        output_THD = attention_plan.attend(0, flat, flat, value_GTD, 1.0)
+        return SimpleNamespace(last_hidden_state=output_THD.transpose(0, 1))
+
+
+def b18_policy() -> Policy:
+    model = MeanAttention()
+    return Policy(model, Head(model.head_VD))
+
+
+def b18_update() -> dict[str, torch.Tensor]:
+    return {**b18_policy().weights(), "value": torch.tensor(2.0)}
+
+
+def first_drawn(member: int, num: int) -> SampleRequest:
+    return ask(Prompt("b18", "", (1, 2, 0)), num, member=member)
+
+
+def members_that_draw_0_first() -> list[int]:
+    samples = answers(b18_policy(), [first_drawn(member, 1) for member in range(20)])
+    return [member for member, sample in enumerate(samples) if sample.tokens == (0,)]
+
+
+def test_b18_a_group_over_an_update():
+    """Two members before it and two after: a prompt cache of the old weights would give -0.126928 to all."""
+    members = members_that_draw_0_first()[:4]
+
+    async def program():
+        async with engine_of(b18_policy()) as engine:
+            before = [await engine.sample(first_drawn(member, 1)) for member in members[:2]]
+            await engine.load(b18_update(), 1)
+            return before + [await engine.sample(first_drawn(member, 1)) for member in members[2:]]
+
+    samples = run(program())
+    assert [sample.logprobs[0] for sample in samples] == pytest.approx([-0.126928] * 2 + [-0.018150] * 2, abs=1e-5)
+    assert [sample.versions for sample in samples] == [(0,), (0,), (1,), (1,)]
+
+
+def test_b18_keys_and_values_of_a_rollout_in_flight_are_kept():
+    """Inputs 1, 2, 3 were cached with w = 1, then 3 comes with w = 2: (1 + 2 + 3 + 6) / 4 = 3, log-prob -0.048587.
+
+    Were the cache recomputed, the output would be (2 + 4 + 6 + 6) / 4 = 4.5, log-prob -0.011048.
+    """
+
+    async def swapped_after_two(member: int) -> Sample:
+        policy = b18_policy()
+        passes = Passes(policy)
+        async with engine_of(policy) as engine:
+            task = asyncio.create_task(engine.sample(ask(Prompt("b18", "", (1, 2)), 3, member=member)))
+            async with passes.held_at(1):
+                load = asyncio.create_task(engine.load(b18_update(), 1))
+            await load
+            return await task
+
+    samples = [run(swapped_after_two(member)) for member in range(8)]
+    assert {sample.versions for sample in samples} == {(0, 0, 1)}
+    sample = next(sample for sample in samples if sample.tokens == (0, 0, 0))
+    assert sample.logprobs == pytest.approx([-0.201413, -0.126928, -0.048587], abs=1e-5)
+
+
+def mixed_caches(old: Policy, new: Policy, prompt: Sequence[int], tokens: Sequence[int], swap: int) -> list[float]:
+    """Log-probs of tokens by the plain model, whose weights change after `swap` of them and whose cache does not."""
+    cache, logprobs = DynamicCache(), []
+    rows = [list(prompt), *([token] for token in tokens[:-1])]
+    old_model, new_model = tiny.plain(old), tiny.plain(new)
+    for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        model = old_model if number < swap else new_model
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # newer transformers rename the cache
+            output = model(input_ids=torch.tensor([row]), past_key_values=cache, use_cache=True)
+        logprobs.append(torch.log_softmax(output.logits[0, -1], -1)[token].item())
+    return logprobs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@torch.no_grad()
+def test_weights_swapped_in_flight(architecture):
+    """After 4 tokens. Versions say so, and later tokens come from the new weights over the old keys and values."""
+    old, new = make_policy(architecture, seed=0), make_policy(architecture, seed=1)
+    engine_policy = copy.deepcopy(old)
+
+    async def program():
+        passes = Passes(engine_policy)
+        async with engine_of(engine_policy) as engine:
+            task = asyncio.create_task(engine.sample(ask("1+2=", 10)))
+            async with passes.held_at(3):  # the prefill gives the first token, so this pass gives the fourth
+                load = asyncio.create_task(engine.load(new.weights(), 5))
+            await load
+            return await task, passes.seen
+
+    sample, passes = run(program())
+    assert sample.versions == (0,) * 4 + (5,) * 6
+    assert passes == [("prefill", 4), *[("decode", 1)] * 9]
+    expected = mixed_caches(old, new, tiny.encode("1+2="), sample.tokens, swap=4)
+    assert sample.logprobs == pytest.approx(expected, abs=1e-5)
+    recomputed = own_logprobs(new, tiny.encode("1+2="), sample.tokens)[4:]
+    assert sample.logprobs[4:] != pytest.approx(recomputed.tolist(), abs=1e-2)
+
+
+def test_members_that_start_after_an_update_see_their_prompt_under_the_new_weights(policy):
+    """A group of 4 in two lanes: the first two run under version 0, the others start after the swap."""
+    old, new = make_policy(seed=0), make_policy(seed=1)
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=2) as engine:
+            tasks = [asyncio.create_task(engine.sample(ask("1+2=", 6, member=member))) for member in range(4)]
+            async with passes.held_at(5):
+                load = asyncio.create_task(engine.load(new.weights(), 1))
+            await load
+            return await asyncio.gather(*tasks), passes.seen
+
+    samples, passes = run(program())
+    assert [rows for kind, rows in passes if kind == "prefill"] == [4, 4]
+    for sample, weights in zip(samples, (old, old, new, new), strict=True):
+        with torch.no_grad():
+            expected = own_logprobs(weights, tiny.encode("1+2="), sample.tokens)
+        started_under = {old: 0, new: 1}[weights]
+        assert sample.versions[0] == started_under
+        same = [place for place, version in enumerate(sample.versions) if version == started_under]
+        assert [sample.logprobs[place] for place in same] == pytest.approx(expected[same].tolist(), abs=1e-5)
+    assert {sample.versions for sample in samples[2:]} == {(1,) * 6}
+
+
+def test_refused_weights_leave_the_engine_as_it_was(policy):
+    old = fingerprint(policy.weights())
+    alone = answers(make_policy(), [ask("1+2=", 10)])[0]
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy) as engine:
+            task = asyncio.create_task(engine.sample(ask("1+2=", 10)))
+            async with passes.held_at(3):
+                load = asyncio.create_task(engine.load({"model.embed_tokens.weigth": torch.zeros(30, 32)}, 1))
+            with pytest.raises(UserError, match="the nearest name it has is model.embed_tokens.weight"):
+                await load
+            assert await engine.fingerprint() == old
+            return await task
+
+    assert_same(run(program()), alone)
+
+
+# ---- leaving, failing, closing
+
+
+def test_a_cancelled_rollout_frees_its_lane_at_the_next_token(policy):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1) as engine:
+            long = asyncio.create_task(engine.sample(ask("1+2=", 60)))
+            async with passes.held_at(2):
+                short = asyncio.create_task(engine.sample(ask("abc", 3)))
+                await asyncio.sleep(0)
+                long.cancel()
+            await short
+            assert long.cancelled()
+            return passes.seen
+
+    assert run(program()) == [("prefill", 4), ("decode", 1), ("decode", 1), ("prefill", 3), ("decode", 1), ("decode", 1)]
+
+
+def test_a_cancelled_rollout_leaves_its_neighbours_as_they_were(policy, alone):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=len(VARIED)) as engine:
+            tasks = [asyncio.create_task(engine.sample(request)) for request in VARIED]
+            async with passes.held_at(4):
+                for number in (0, 4, 6):
+                    tasks[number].cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for sample, expected in zip(run(program()), alone, strict=True):
+        if isinstance(sample, Sample):
+            assert_same(sample, expected)
+        else:
+            assert isinstance(sample, asyncio.CancelledError)
+
+
+def test_a_cancelled_rollout_that_waits_is_never_started(policy):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1) as engine:
+            first = asyncio.create_task(engine.sample(ask("1+2=", 3)))
+            async with passes.held_at(0):
+                waiting = asyncio.create_task(engine.sample(ask("abcdefg", 3)))
+                await asyncio.sleep(0)
+                waiting.cancel()
+            await first
+            await engine.fingerprint()
+            return passes.seen
+
+    assert run(program()) == [("prefill", 4), ("decode", 1), ("decode", 1)]
+
+
+def test_closing_ends_the_thread_with_work_in_flight(policy):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1) as engine:
+            tasks = [asyncio.create_task(engine.sample(ask("1+2=", 60, member=member))) for member in range(3)]
+            async with passes.held_at(3):
+                tasks.append(asyncio.create_task(engine.fingerprint()))
+                await asyncio.sleep(0)
+                closing = asyncio.create_task(engine.close())
+            await closing
+            assert not engine._thread.is_alive()
+            return await asyncio.gather(*tasks, return_exceptions=True), len(passes.seen)
+
+    errors, num_passes = run(program())
+    assert [repr(error) for error in errors] == ["RuntimeError('the engine is closed')"] * 4
+    assert num_passes == 4
+
+
+class Broken(Exception):
+    pass
+
+
+def break_at(number: int):
+    def before(current: int) -> None:
+        if current == number:
+            raise Broken(f"in pass {current}")
+
+    return before
+
+
+@pytest.mark.parametrize("number", [0, 1, 5], ids=["in a prefill", "in the first decoding", "later"])
+def test_an_exception_in_the_engine_reaches_every_waiter(policy, number):
+    """Those in a lane, those who wait for one, and those who come too late, each with an exception of its own."""
+
+    async def program():
+        passes = Passes(policy, before=break_at(number))
+        async with engine_of(policy, lanes=2) as engine:
+            tasks = [asyncio.create_task(engine.sample(ask("1+2=", 9, member=member))) for member in range(5)]
+            async with passes.held_at(number):
+                tasks.append(asyncio.create_task(engine.fingerprint()))
+                tasks.append(asyncio.create_task(engine.load({}, 1)))
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            assert not engine._thread.is_alive()
+            for late in (engine.sample(ask("a")), engine.load({}, 1), engine.fingerprint()):
+                with pytest.raises(RuntimeError, match="the engine has failed: Broken: in pass"):
+                    await late
+            return errors
+
+    errors = run(program())
+    assert {str(error) for error in errors} == {f"the engine has failed: Broken: in pass {number}"}
+    assert all(isinstance(error, RuntimeError) and isinstance(error.__cause__, Broken) for error in errors)
+    assert len({id(error) for error in errors}) == 7
+
+
+def test_an_exception_in_decoding_text_reaches_the_waiter(policy):
+    def decode(ids: Sequence[int]) -> str:
+        raise Broken("no text")
+
+    with pytest.raises(RuntimeError, match="the engine has failed: Broken: no text"):
+        answers(policy, [ask("1+2=", 3)], decode=decode)
+
+
+def test_weights_that_break_the_swap_end_the_engine(policy):
+    """Half of them may be copied, so nothing may be sampled any more."""
+    broken = {name: tensor.to("meta") for name, tensor in policy.weights().items()}
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy) as engine:
+            task = asyncio.create_task(engine.sample(ask("1+2=", 9)))
+            async with passes.held_at(2):
+                load = asyncio.create_task(engine.load(broken, 1))
+            return await asyncio.gather(task, load, return_exceptions=True)
+
+    sampled, loaded = run(program())
+    assert str(sampled).startswith("the engine has failed: ")
+    assert str(loaded).startswith("the engine has failed: ")
+
+
+def test_what_the_user_can_mend_stays_a_user_error():
+    """The answer grows beyond the window of 16 tokens in mid-flight."""
+    with pytest.raises(UserError, match="sliding window of 16 tokens and a sequence here has 17"):
+        answers(make_policy("mistral"), [ask("0123456789", 20)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_no_numbers_end_the_engine(policy, temperature):
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in policy.weights().items()}
+
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.load(broken, 3)
+            await engine.sample(ask("1+2=", 9, temperature=temperature))
+
+    with pytest.raises(RuntimeError, match="the log-probs under version 3 are not finite"):
+        run(program())
+
+
+def test_the_event_loop_is_never_blocked(policy):
+    """Passes of 150 ms each; a task that wants a turn every millisecond gets many in each of them."""
+
+    async def program():
+        Passes(policy, before=lambda number: time.sleep(0.15))
+        ticks: list[float] = []
+
+        async def tick():
+            while True:
+                ticks.append(time.monotonic())
+                await asyncio.sleep(0.001)
+
+        ticker = asyncio.create_task(tick())
+        async with engine_of(policy) as engine:
+            tasks = [engine.sample(ask("1+2=", 6, member=member)) for member in range(6)]
+            await asyncio.gather(*tasks, engine.load(policy.weights(), 1), engine.fingerprint())
+        ticker.cancel()
+        return [after - before for before, after in zip(ticks, ticks[1:], strict=False)]
+
+    pauses = run(program())
+    assert len(pauses) > 100
+    assert max(pauses) < 0.12

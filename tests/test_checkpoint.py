@@ -1,0 +1,138 @@
+"""Checkpoints: whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headway import checkpoint
+from headway.checkpoint import newest_checkpoint, write_checkpoint
+from headway.types import UserError
+
+
+def save_trainer(folder: Path) -> None:
+    (folder / "trainer.pt").write_bytes(b"weights")
+
+
+def write(root: Path, version: int, *, keep: int = 2, save=save_trainer) -> Path:
+    return write_checkpoint(root, {"version": version, "watermark": 3 * version}, save, keep=keep)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_what_was_written_is_found(tmp_path):
+    folder = write(tmp_path / "checkpoints", 7)
+    found = newest_checkpoint(tmp_path / "checkpoints")
+    assert found.folder == folder
+    assert found.progress == {"version": 7, "watermark": 21}
+    assert (found.folder / "trainer.pt").read_bytes() == b"weights"
+    assert names(tmp_path / "checkpoints") == ["version-00000007"]
+
+
+def test_it_appears_whole_and_at_once(tmp_path):
+    """While the trainer writes, nothing has the name of a checkpoint, and the account of the run is not there yet."""
+
+    def look(folder: Path) -> None:
+        assert folder.parent == tmp_path
+        assert names(tmp_path) == [".unfinished", "version-00000001"]
+        assert names(folder) == []
+        save_trainer(folder)
+
+    write(tmp_path, 1)
+    folder = write(tmp_path, 2, save=look)
+    assert names(folder) == ["progress.json", "trainer.pt"]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed: list[str] = []
+
+    def note(path: Path) -> None:
+        flushed.append(path.name)
+        if path.name in (".unfinished", "trainer.pt", "progress.json"):
+            assert not (tmp_path / "version-00000001").exists()
+
+    monkeypatch.setattr(checkpoint, "_flush_to_disk", note)
+    write(tmp_path, 1)
+    assert sorted(flushed[:-1]) == [".unfinished", "progress.json", "trainer.pt"]
+    assert flushed[-1] == tmp_path.name
+
+
+def test_all_but_the_newest_are_removed(tmp_path):
+    for version in (1, 2, 9, 10, 11):
+        write(tmp_path, version, keep=3)
+    assert names(tmp_path) == ["version-00000009", "version-00000010", "version-00000011"]
+    write(tmp_path, 12, keep=1)
+    assert names(tmp_path) == ["version-00000012"]
+
+
+def test_the_newest_is_the_one_with_the_highest_version(tmp_path):
+    for version in (100_000, 99_999, 2):
+        write(tmp_path, version, keep=9)
+    assert newest_checkpoint(tmp_path).progress["version"] == 100_000
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_failure_while_writing_leaves_the_older_ones(tmp_path, keep):
+    def fail(folder: Path) -> None:
+        save_trainer(folder)
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path, 1, keep=keep)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 2, keep=keep, save=fail)
+    assert newest_checkpoint(tmp_path).progress["version"] == 1
+    write(tmp_path, 3, keep=keep)
+    assert newest_checkpoint(tmp_path).progress["version"] == 3
+    assert ".unfinished" not in names(tmp_path)
+
+
+def test_a_kill_at_the_last_moment_leaves_the_older_ones(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda source, target: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, 2)
+    assert newest_checkpoint(tmp_path).progress["version"] == 1
+
+
+def test_what_a_kill_left_is_not_taken_over(tmp_path):
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "old.pt").touch()
+    assert names(write(tmp_path, 1)) == ["progress.json", "trainer.pt"]
+
+
+@pytest.mark.parametrize("name", ["version-00000009", "version-9", "version-00000009.bak", ".unfinished", "version-0000000x"])
+def test_folders_that_are_no_whole_checkpoint_are_passed_over(tmp_path, name):
+    """Even one with the name of a checkpoint: without an account it is not whole."""
+    write(tmp_path, 1)
+    shutil.copytree(tmp_path / "version-00000001", tmp_path / name)
+    if name == "version-00000009":
+        (tmp_path / name / "progress.json").unlink()
+    assert newest_checkpoint(tmp_path).progress["version"] == 1
+
+
+def test_a_version_may_be_written_again(tmp_path):
+    write(tmp_path, 1)
+    write_checkpoint(tmp_path, {"version": 1, "watermark": 99}, save_trainer, keep=1)
+    assert newest_checkpoint(tmp_path).progress["watermark"] == 99
+    assert names(tmp_path) == ["version-00000001"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_no_checkpoint_is_said_with_a_mend(tmp_path, exists):
+    root = tmp_path / "checkpoints"
+    if exists:
+        root.mkdir()
+    with pytest.raises(UserError, match=f"there is no checkpoint in {root}: .*--checkpoint.every"):
+        newest_checkpoint(root)
+
+
+def test_progress_is_plain_json(tmp_path):
+    folder = write(tmp_path, 3)
+    assert json.loads((folder / "progress.json").read_text()) == {"version": 3, "watermark": 9}
