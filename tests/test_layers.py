@@ -41,7 +41,7 @@ def test_imports_point_down(capsys):
     assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
 
 
-def test_the_light_modules_load_nothing_heavy_each_by_itself_or_together():
+def test_the_light_modules_load_nothing_heavy():
     """Each is imported in turn into one process: the first that loads something heavy is named."""
     program = f"""
 import importlib, sys

@@ -185,8 +185,15 @@ def response_length(run: RunRecord) -> go.Figure | None:
     house_style(figure, 380)
     _x_steps(figure, run, row=2)
     figure.update_yaxes(title={"text": "tokens"}, rangemode="tozero", row=1)
-    figure.update_yaxes(title={"text": "share"}, tickformat=".0%", rangemode="tozero", row=2)
+    figure.update_yaxes(
+        title={"text": "share"}, tickformat=".1%", row=2, range=[0, _headroom(steps, "truncated_share", 0.05)]
+    )
     return figure
+
+
+def _headroom(steps: Sequence[Row], name: str, least: float) -> float:
+    """The upper end of an axis that begins at 0: a little above the highest value, and never below `least`."""
+    return max([least, *(1.1 * value for value in column(steps, name) if value is not None)])
 
 
 def optimizer(run: RunRecord) -> go.Figure | None:
@@ -207,6 +214,8 @@ def optimizer(run: RunRecord) -> go.Figure | None:
     for number, (name, label, color) in enumerate(panels, 1):
         figure.add_trace(line(steps, name, label, color), 1, number)
         figure.update_yaxes(exponentformat="power", row=1, col=number)
+        if name == "learning_rate":  # a constant one would be drawn between -1 and 1
+            figure.update_yaxes(range=[0, _headroom(steps, name, 1e-12)], row=1, col=number)
     house_style(figure, 250)
     _x_steps(figure, run)
     return figure

@@ -80,7 +80,7 @@ def _trust_pictures() -> list[Picture]:
             "mismatch",
             "Sampler-trainer mismatch",
             "KL estimates between the distribution that a token was sampled from and the trainer's.",
-            "flat; at lag 0 exactly zero or numerical noise, and a little more for every version of lag.",
+            "flat; numerical noise at lag 0 (more behind a cache of older weights), and a little more per version.",
             figures.mismatch,
         ),
         Picture(

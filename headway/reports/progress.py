@@ -26,8 +26,8 @@ class ProgressLine:
     """A trace listener and context manager that shows a run.
 
     On a terminal: one line that a timer keeps fresh, with what the run waits for, and above it one line for every
-    examination and every warning of a train step. Elsewhere: one line per phase, train step and examination, flushed at once. However the block is
-    left, the cursor is back and the last line stands.
+    examination and every warning of a train step. Elsewhere: one line per phase, train step and examination, flushed
+    at once. However the block is left, the cursor is back and the last line stands.
 
     >>> import io
     >>> with ProgressLine(stream=io.StringIO()) as progress:

@@ -138,7 +138,6 @@ class Ledger:
         self.trained = self.published = self.saved = progress["version"]
         self._watermark = self._next_group = progress["watermark"]
         self._resolved_above = set(progress["resolved_above"])
-        self._skip_resolved()
         self.groups_started = self._watermark + len(self._resolved_above)
         self.groups_released = progress["groups_released"]
         self.rollouts_started = self.groups_started * self.settings.group_size
