@@ -65,112 +65,120 @@ class Section(BaseModel):
 class Run(Section):
     """Where the run is kept and how long it goes on."""
 
-    name: str = Field("run", description="names the run's folder unless run.out is given")
-    out: str | None = Field(None, description="the run's folder; default runs/NAME-DATE-TIME")
-    seed: int = Field(0, description="root of every random choice of the run")
-    steps: int = Field(100, ge=1, description="train steps, unless the data end before")
+    name: str = Field(default="run", description="names the run's folder unless run.out is given")
+    out: str | None = Field(default=None, description="the run's folder; default runs/NAME-DATE-TIME")
+    seed: int = Field(default=0, description="root of every random choice of the run")
+    steps: int = Field(default=100, ge=1, description="train steps, unless the data end before")
 
 
 class Model(Section):
     """The base policy."""
 
     path: str | None = Field(
-        None,
+        default=None,
         description="a local Hugging Face folder, a .gguf file, package:NAME for a model a package ships, or a hub id",
     )
-    device: str | None = Field(None, description="cpu, cuda or cuda:1; default cuda where there is one")
+    device: str | None = Field(default=None, description="cpu, cuda or cuda:1; default cuda where there is one")
 
 
 class Data(Section):
     """Where prompts come from."""
 
     source: str | None = Field(
-        None,
+        default=None,
         description="addition, reasoning_gym:TASK, or a .jsonl file with a prompt (or question) and an answer per line",
     )
     params: Parameters = Field(default_factory=dict, description="parameters of a task generator")
     size: int | None = Field(
-        None, ge=1, description="how many prompts: of a generator (default 10000), or the first of a file"
+        default=None, ge=1, description="how many prompts: of a generator (default 10000), or the first of a file"
     )
-    epochs: int | None = Field(None, ge=1, description="passes over the prompts; default as many as the steps need")
-    shuffle: bool = Field(True, description="a new order in every epoch")
-    template: str = Field("{question}", description="the prompt's text; {question} is replaced")
-    chat: bool = Field(False, description="render through the model's chat template as one user message")
-    system: str | None = Field(None, description="the system message, when chat is on")
+    epochs: int | None = Field(
+        default=None, ge=1, description="passes over the prompts; default as many as the steps need"
+    )
+    shuffle: bool = Field(default=True, description="a new order in every epoch")
+    template: str = Field(default="{question}", description="the prompt's text; {question} is replaced")
+    chat: bool = Field(default=False, description="render through the model's chat template as one user message")
+    system: str | None = Field(default=None, description="the system message, when chat is on")
 
 
 class Generate(Section):
     """The generation engine and its sampling. Nothing is taken from the model folder's generation config."""
 
-    lanes: int = Field(16, ge=1, description="rollouts in flight at once")
-    max_new_tokens: int = Field(64, ge=1, description="token budget of a rollout; reaching it is finish 'length'")
-    temperature: float = Field(
-        1.0, ge=0.0, description="of sampling and of every log-prob the trainer computes; 0 is greedy"
+    lanes: int = Field(default=16, ge=1, description="rollouts in flight at once")
+    max_new_tokens: int = Field(
+        default=64, ge=1, description="token budget of a rollout; reaching it is finish 'length'"
     )
-    end_tokens: Strings | None = Field(None, description="tokens that end a rollout; default the tokenizer's end token")
-    stop: Strings = Field((), description="strings that end a rollout")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default half of the cores")
+    temperature: float = Field(
+        default=1.0, ge=0.0, description="of sampling and of every log-prob the trainer computes; 0 is greedy"
+    )
+    end_tokens: Strings | None = Field(
+        default=None, description="tokens that end a rollout; default the tokenizer's end token"
+    )
+    stop: Strings = Field(default=(), description="strings that end a rollout")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; default half of the cores")
 
 
 class ScoreSettings(Section):
     """How answers are graded."""
 
-    scorer: str | None = Field(None, description="number, reasoning_gym, or module:function(text, prompt) -> reward")
-    timeout_s: float = Field(10.0, gt=0, description="after this a grader is ended; the rollout is unscored")
-    max_errors: int = Field(
-        0, ge=0, description="grader errors after which the run stops; those before leave rollouts unscored"
+    scorer: str | None = Field(
+        default=None, description="number, reasoning_gym, or module:function(text, prompt) -> reward"
     )
-    workers: int = Field(1, ge=1, description="processes that run a user's grader")
+    timeout_s: float = Field(default=10.0, gt=0, description="after this a grader is ended; the rollout is unscored")
+    max_errors: int = Field(
+        default=0, ge=0, description="grader errors after which the run stops; those before leave rollouts unscored"
+    )
+    workers: int = Field(default=1, ge=1, description="processes that run a user's grader")
 
 
 class Prepare(Section):
     """How rollouts are packed."""
 
-    micro_batch_tokens: int = Field(4096, ge=1, description="token budget of a micro-batch")
+    micro_batch_tokens: int = Field(default=4096, ge=1, description="token budget of a micro-batch")
 
 
 class ObjectiveSettings(Section):
     """The loss. Unset values are the objective's own defaults."""
 
-    name: str = Field("grpo", description="an objective of headway.objectives.named")
+    name: str = Field(default="grpo", description="an objective of headway.objectives.named")
     weight_cap: float | None = Field(
-        None, gt=0, description="C of the truncated importance weight against the behaviour log-probs"
+        default=None, gt=0, description="C of the truncated importance weight against the behaviour log-probs"
     )
-    reduction: str | None = Field(None, description="how per-token losses become one number")
+    reduction: str | None = Field(default=None, description="how per-token losses become one number")
 
 
 class Train(Section):
     """The trainer and its optimizer."""
 
-    learning_rate: float = Field(1e-5, ge=0)
-    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly")
+    learning_rate: float = Field(default=1e-5, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="of the learning rate after warm-up"
+        default="constant", description="of the learning rate after warm-up"
     )
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the trainer's matrix products; master weights and LM head stay float32"
+        default="float32", description="of the trainer's matrix products; master weights and LM head stay float32"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; default half of the cores")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the trainer; default half of the cores")
 
 
 class Sync(Section):
     """How new weights reach the engine."""
 
-    verify: bool = Field(True, description="compare a hash of the weights on both sides after every sync")
+    verify: bool = Field(default=True, description="compare a hash of the weights on both sides after every sync")
 
 
 class Schedule(Section):
     """How far generation may run ahead of training."""
 
-    batch_size: int = Field(32, ge=1, description="rollouts per train step")
-    group_size: int = Field(1, ge=1, description="rollouts per prompt")
-    run_ahead: float = Field(1.0, ge=0, description="batches that generation may run ahead; 0 is synchronous")
-    max_lag: int | None = Field(None, ge=0, description="rollouts trained with a larger lag are counted")
+    batch_size: int = Field(default=32, ge=1, description="rollouts per train step")
+    group_size: int = Field(default=1, ge=1, description="rollouts per prompt")
+    run_ahead: float = Field(default=1.0, ge=0, description="batches that generation may run ahead; 0 is synchronous")
+    max_lag: int | None = Field(default=None, ge=0, description="rollouts trained with a larger lag are counted")
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Schedule:
@@ -186,39 +194,41 @@ class Schedule(Section):
 class Evaluate(Section):
     """Greedy answers to held-out prompts."""
 
-    size: int = Field(0, ge=0, description="held-out prompts; 0 turns evaluation off")
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last")
+    size: int = Field(default=0, ge=0, description="held-out prompts; 0 turns evaluation off")
+    every: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0: only before the first and after the last"
+    )
     source: str | None = Field(
-        None, description="a .jsonl file of held-out prompts; default the training source, kept apart"
+        default=None, description="a .jsonl file of held-out prompts; default the training source, kept apart"
     )
 
 
 class Checkpoint(Section):
     """What a killed run can be resumed from."""
 
-    every: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last step")
-    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    every: int = Field(default=10, ge=0, description="steps between checkpoints; 0: only after the last step")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
 class Report(Section):
     """What a run leaves for people."""
 
-    rollouts_per_step: int = Field(2, ge=0, description="trained rollouts written out per step")
+    rollouts_per_step: int = Field(default=2, ge=0, description="trained rollouts written out per step")
 
 
 class Simulate(Section):
     """The doubles of the five verbs on virtual time. Times are in units of your choice."""
 
     lengths: str = Field(
-        "exponential",
+        default="exponential",
         description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA, each of mean mean_length",
     )
-    mean_length: float = Field(1.0, gt=0)
-    train_time: float = Field(1.0, ge=0)
-    sync_time: float = Field(0.0, ge=0)
-    score_time: float = Field(0.0, ge=0)
+    mean_length: float = Field(default=1.0, gt=0)
+    train_time: float = Field(default=1.0, ge=0)
+    sync_time: float = Field(default=0.0, ge=0)
+    score_time: float = Field(default=0.0, ge=0)
     in_flight: Literal["pinned", "keep"] = Field(
-        "pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
+        default="pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
     )
 
 

@@ -55,6 +55,7 @@ class Parts:
         """The stages, with their threads and processes; all of them have ended when the context is left."""
         stages = InProcessStages(self, folder)
         try:
+            await stages.catch_up()
             yield stages
         finally:
             await stages.close()
@@ -142,12 +143,13 @@ class InProcessStages:
         )
         self._episodes = Episodes(self._engine, parts.source, parts.held_out, parts.sampling, config.run.seed)
         self._sync = MemorySync(self._engine, config.sync.verify)
-        self._caught_up = parts.version == 0
+
+    async def catch_up(self) -> None:
+        """Hand a resumed run's weights to its engine, which was loaded from the base model."""
+        if self._parts.version:
+            await self._sync.sync(self._parts.trainer.weights(), self._parts.version)
 
     async def generate(self, ticket: Ticket) -> Generated:
-        if not self._caught_up:  # a resumed run's engine was loaded from the base model
-            self._caught_up = True
-            await self._sync.sync(self._parts.trainer.weights(), self._parts.version)
         return await self._episodes.generate(ticket)
 
     async def score(self, ticket: Ticket, rollout: Rollout) -> Scored:

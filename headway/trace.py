@@ -68,15 +68,10 @@ class Trace:
 
 
 class TraceFile:
-    """A listener that appends each event to a JSON-lines file and flushes, so a killed run keeps what it wrote.
-
-    Its last line, if the kill cut it short, goes when the file is opened again: the next event begins a line.
-    """
+    """A listener that appends each event to a JSON-lines file and flushes, so a killed run keeps what it wrote."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_cut_line(path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = open_lines(path)
 
     def __call__(self, event: Event) -> None:
         self._file.write(event.to_json() + "\n")
@@ -86,11 +81,14 @@ class TraceFile:
         self._file.close()
 
 
-def _remove_cut_line(path: Path) -> None:
+def open_lines(path: Path) -> TextIO:
+    """A file of lines, made if need be and open for appending. A last line that a kill cut short goes first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         written = path.read_bytes()
         with path.open("r+b") as file:
             file.truncate(written.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def read_trace(path: Path) -> list[Event]:

@@ -26,5 +26,5 @@ def qwen3() -> Policy:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: a random Llama with tied embeddings, and a tokenizer of single characters. Not to be changed."""
+    """A Hugging Face folder, not to be changed: a random Llama with tied embeddings, a tokenizer of characters."""
     return tiny.write_model_folder(tmp_path_factory.mktemp("models") / "tiny")

@@ -107,7 +107,9 @@ def test_what_a_kill_left_is_not_taken_over(tmp_path):
     assert names(write(tmp_path, 1)) == ["progress.json", "trainer.pt"]
 
 
-@pytest.mark.parametrize("name", ["version-00000009", "version-9", "version-00000009.bak", ".unfinished", "version-0000000x"])
+@pytest.mark.parametrize(
+    "name", ["version-00000009", "version-9", "version-00000009.bak", ".unfinished", "version-0000000x"]
+)
 def test_folders_that_are_no_whole_checkpoint_are_passed_over(tmp_path, name):
     """Even one with the name of a checkpoint: without an account it is not whole."""
     write(tmp_path, 1)

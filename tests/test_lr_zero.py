@@ -1,8 +1,8 @@
 """B14: with learning rate 0 nothing changes, round after round, through the real stages and the real loop.
 
-Five rounds of generate -> score -> prepare -> train -> sync on a model whose config asks for dropout, at temperature 0.7.
-Dropout left on, a stale cache or a temperature forgotten on one side would show in the ratios of the first round, or of
-a later one.
+Five rounds of generate -> score -> prepare -> train -> sync, at temperature 0.7, on a model whose config asks for
+dropout. Dropout left on, a stale cache or a temperature forgotten on one side would show in the ratios of the first
+round, or of a later one.
 """
 
 from __future__ import annotations

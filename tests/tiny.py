@@ -1,4 +1,4 @@
-"""Policies so small that a test of the real thing takes milliseconds, and what the tests of several folders ask of them."""
+"""Policies so small that a test of the real thing takes milliseconds, and what tests of several folders ask of them."""
 
 from __future__ import annotations
 

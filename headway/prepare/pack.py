@@ -10,7 +10,7 @@ Axes: T rows of a micro-batch, N its trained tokens, R rollouts of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -45,10 +45,8 @@ class MicroBatch:
     rollout_N: torch.Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatch(
-            **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        )
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: value.to(device) for n, value in values.items() if isinstance(value, torch.Tensor)})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headway.trace import Event
+from headway.trace import Event, open_lines
 
 
 class StepMetrics:
@@ -75,8 +75,7 @@ class JsonLines:
     """Appends each row to a file as one JSON object a line, flushed at once."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_lines(path)
 
     def __call__(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")

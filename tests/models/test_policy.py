@@ -269,7 +269,9 @@ def test_a_saved_policy_gives_the_same_greedy_tokens_in_plain_transformers(model
 
 def test_a_penalty_of_the_base_model_is_not_handed_on(model_folder: Path, tmp_path: Path):
     policy = load_policy(str(model_folder), "cpu")
-    policy.model.generation_config = GenerationConfig(eos_token_id=END, repetition_penalty=9.0, temperature=0.1, do_sample=True)
+    policy.model.generation_config = GenerationConfig(
+        eos_token_id=END, repetition_penalty=9.0, temperature=0.1, do_sample=True
+    )
     save_policy(policy, load_tokenizer(str(model_folder)), tmp_path)
     kept = json.loads((tmp_path / "generation_config.json").read_text())
     assert {name: value for name, value in kept.items() if name != "transformers_version"} == {"eos_token_id": END}

@@ -26,7 +26,9 @@ def group(text: str, rewards: list[float], *, epoch: int = 0) -> list[ScoredRoll
 def test_advantages_by_hand():
     credit = assign_credit(GRPO, [group("1+1=", [1.0, 0.0, 0.0, 0.0]), group("2+2=", [1.0, 1.0, 0.0, 0.0])])
     half = 0.5 / (1 / 3) ** 0.5
-    assert credit.advantages.advantage_R.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5, half, half, -half, -half], abs=1e-5)
+    assert credit.advantages.advantage_R.tolist() == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5, half, half, -half, -half], abs=1e-5
+    )
     assert credit.group_R.tolist() == [0] * 4 + [1] * 4
 
 

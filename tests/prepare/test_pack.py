@@ -26,7 +26,9 @@ GRPO = objective("grpo")
 CPU = torch.device("cpu")
 
 
-def packed(groups: Sequence[Sequence[ScoredRollout]], *, version: int = 0, budget: int = 4096, by: Objective = GRPO) -> Batch:
+def packed(
+    groups: Sequence[Sequence[ScoredRollout]], *, version: int = 0, budget: int = 4096, by: Objective = GRPO
+) -> Batch:
     return pack(assign_credit(by, groups), by, version=version, micro_batch_tokens=budget)
 
 
@@ -109,7 +111,9 @@ def trained(answers: Sequence[Rollout], budget: int = 4096) -> list[tuple[int, i
     """(rollout, target) of every trained token; the rollouts are of one group."""
     batch = packed([[scored(answer, float(number)) for number, answer in enumerate(answers)]], budget=budget)
     return [
-        pair for micro in batch.micro_batches for pair in zip(micro.rollout_N.tolist(), micro.target_N.tolist(), strict=True)
+        pair
+        for micro in batch.micro_batches
+        for pair in zip(micro.rollout_N.tolist(), micro.target_N.tolist(), strict=True)
     ]
 
 
@@ -249,7 +253,9 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
-def packed_gradients(policy: Policy, batch: Batch, by: Objective, temperature: float) -> tuple[float, dict[str, torch.Tensor]]:
+def packed_gradients(
+    policy: Policy, batch: Batch, by: Objective, temperature: float
+) -> tuple[float, dict[str, torch.Tensor]]:
     trainer = LocalTrainer(policy, Train(), temperature=temperature, num_steps=1)
     policy.model.zero_grad()
     losses = [

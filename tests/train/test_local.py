@@ -23,7 +23,9 @@ GRPO = objective("grpo")
 
 
 def make_trainer(policy: Policy, *, temperature: float = 1.0, num_steps: int = 10, **settings: Any) -> LocalTrainer:
-    return LocalTrainer(policy, Train(**{"learning_rate": 1e-2, **settings}), temperature=temperature, num_steps=num_steps)
+    return LocalTrainer(
+        policy, Train(**{"learning_rate": 1e-2, **settings}), temperature=temperature, num_steps=num_steps
+    )
 
 
 def micro_batch() -> MicroBatch:

@@ -68,7 +68,9 @@ def test_steps_raise_the_log_prob_of_what_is_rewarded(policy):
 
 def test_on_policy_ratios_are_1_and_the_loss_is_minus_the_mean_advantage(policy):
     """Advantages are +-0.707107; 2 of 5 tokens have the positive one: loss = 0.707107 (3 - 2) / 5."""
-    result = do_step(make_trainer(policy), batch_of([answer(policy, 0, [3, 27]), answer(policy, 1, [4, 5, 6])], [1.0, 0.0]))
+    result = do_step(
+        make_trainer(policy), batch_of([answer(policy, 0, [3, 27]), answer(policy, 1, [4, 5, 6])], [1.0, 0.0])
+    )
     assert result.metrics["loss"] == pytest.approx(0.5**0.5 / 5, abs=1e-5)
     assert result.metrics["ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert result.metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
@@ -86,7 +88,9 @@ def test_log_ratios_are_the_trainers_minus_the_recorded(policy):
 
 def test_metrics_name_lags_and_loss_parts(policy):
     old = answer(policy, 0, [3, 27], versions=[2, 3])
-    metrics = do_step(make_trainer(policy), batch_of([old, answer(policy, 1, [4], versions=[3])], [1.0, 0.0], version=3)).metrics
+    metrics = do_step(
+        make_trainer(policy), batch_of([old, answer(policy, 1, [4], versions=[3])], [1.0, 0.0], version=3)
+    ).metrics
     assert (metrics["tokens/lag_0"], metrics["tokens/lag_1"]) == (2, 1)
     assert metrics["learning_rate"] == 3e-3
     assert metrics["skipped_steps"] == 0
@@ -106,13 +110,15 @@ def test_equal_rewards_teach_nothing(policy):
 
 
 def test_b06_a_masked_rollout_leaves_the_loss_and_keeps_its_length(policy):
-    """Finished answer: 3 tokens. Truncated one: 5 tokens, all masked. The loss is over 3 tokens, lengths are of both."""
+    """Finished answer: 3 tokens; truncated one: 5, all masked. The loss is over 3 tokens, the lengths are of both."""
     finished = answer(policy, 0, [3, 4, 27])
     truncated = answer(policy, 1, [5, 6, 7, 8, 9], mask=[False] * 5, finish="length")
     batch = batch_of([finished, truncated], [1.0, 0.0])
     result = do_step(make_trainer(policy), batch)
     assert result.metrics["loss"] == pytest.approx(-(0.5**0.5), abs=1e-5)
-    assert {name: result.metrics[name] for name in ("trained_tokens", "response_tokens_mean", "response_tokens_max")} == {
+    assert {
+        name: result.metrics[name] for name in ("trained_tokens", "response_tokens_mean", "response_tokens_max")
+    } == {
         "trained_tokens": 3,
         "response_tokens_mean": 4.0,
         "response_tokens_max": 5,

@@ -1,0 +1,305 @@
+"""Whole runs of a tiny model: what they leave, that a killed one loses nothing, and that a failing one ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import headway.in_process
+from headway import config, run
+from headway.config import Resolved
+from headway.models.policy import load_policy, load_tokenizer
+from headway.models.weights import fingerprint
+from headway.prepare.pack import Batch
+from headway.reports.folder import choose_folder
+from headway.types import UserError
+
+GRADER = """
+def digits(text, prompt):
+    return sum(character.isdigit() for character in text) / 8
+
+def broken(text, prompt):
+    raise ValueError("no such thing as a grade")
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a grader in it."""
+    (tmp_path / "grader.py").write_text(GRADER)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def resolved(model_folder: Path, **settings: Any) -> Resolved:
+    values = {
+        "model.path": model_folder,
+        "model.device": "cpu",
+        "data.source": "addition",
+        "data.size": 12,
+        "run.steps": 4,
+        "score.scorer": "grader:digits",
+        "generate.max_new_tokens": 8,
+        "generate.lanes": 8,
+        "generate.threads": 1,
+        "train.threads": 1,
+        "train.learning_rate": 1e-3,
+        "schedule.batch_size": 4,
+        "schedule.group_size": 2,
+        "checkpoint.every": 2,
+        **{name.replace("__", "."): value for name, value in settings.items()},
+    }
+    return config.resolve(None, [f"--{name}={value}" for name, value in values.items()])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- what a run leaves
+
+
+def test_a_run_leaves_its_whole_folder(workplace: Path, model_folder: Path):
+    out = workplace / "run"
+    run.train(resolved(model_folder, evaluate__size=4, evaluate__every=2, report__rollouts_per_step=3), out)
+    left = {path.name for path in out.iterdir()}
+    assert left >= {
+        "config.toml",
+        "trace.jsonl",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "examinations.jsonl",
+        "checkpoints",
+        "model",
+    }
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["version-00000002", "version-00000004"]
+    check_metrics(rows(out / "metrics.jsonl"))
+    check_rollouts(rows(out / "rollouts.jsonl"))
+    check_model(out, model_folder)
+    assert config.resolve(out / "config.toml").config.data.size == 12
+
+
+def check_metrics(metrics: Sequence[dict[str, Any]]) -> None:
+    steps = [row for row in metrics if "examined" not in row]
+    assert [row["version"] for row in steps] == [1, 2, 3, 4]
+    for row in steps:
+        assert row["num_rollouts"] == 4
+        assert row["skipped_steps"] == 0
+        assert row["grad_norm"] > 0
+        assert {"loss", "reward_mean", "learning_rate", "entropy", "ess_share", "trained_tokens"} <= row.keys()
+        assert row["lag_max"] <= 3
+    assert steps[0]["mismatch_kl_k3"] < 1e-9, "numerics alone: every token is of version 0"
+    assert [(row["version"], row["examined"]) for row in metrics if "examined" in row] == [(0, 4), (2, 4), (4, 4)]
+
+
+def check_rollouts(rollouts: Sequence[dict[str, Any]]) -> None:
+    assert Counter(row["version"] for row in rollouts) == {1: 3, 2: 3, 3: 3, 4: 3}
+    for row in rollouts:
+        assert len(row["pieces"]) == len(row["log_ratios"]) == len(row["versions"])
+        assert "".join(piece for piece in row["pieces"] if len(piece) == 1) == row["text"], "special tokens are no text"
+        assert row["reward"] == sum(map(str.isdigit, row["text"])) / 8
+
+
+def check_model(out: Path, model_folder: Path) -> None:
+    """Plain `transformers` gives the greedy answers that the engine gave in the last examination."""
+    trained, base = (fingerprint(load_policy(str(folder), "cpu").weights()) for folder in (out / "model", model_folder))
+    assert trained != base
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), load_tokenizer(str(out / "model"))
+    last = [row for row in rows(out / "examinations.jsonl") if row["version"] == 4]
+    assert len(last) == 4
+    for row in last:
+        ids = tokenizer(row["prompt"], return_tensors="pt")
+        generated = model.generate(**ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        answer = tokenizer.decode(generated[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == row["text"]
+
+
+def test_a_folder_that_holds_a_run_is_refused(workplace: Path, model_folder: Path):
+    settings = resolved(model_folder, run__steps=1, run__out=workplace / "run")
+    run.train(settings, choose_folder(settings.config.run))
+    with pytest.raises(UserError, match=f"{workplace}/run already holds a run"):
+        choose_folder(settings.config.run)
+
+
+def test_the_last_batch_of_the_data_may_be_short(workplace: Path, model_folder: Path):
+    """5 prompts, 2 in a batch: three steps, the last of them with one prompt's answers."""
+    out = workplace / "run"
+    run.train(resolved(model_folder, data__size=5, data__epochs=1, run__steps=99), out)
+    steps = rows(out / "metrics.jsonl")
+    assert [row["num_rollouts"] for row in steps] == [4, 4, 2]
+    assert (out / "checkpoints" / "version-00000003").is_dir()
+
+
+# ---- kill and resume
+
+
+class Killed(Exception):
+    pass
+
+
+class Watched:
+    """`train_step`, which keeps what it trains and is killed once, before it trains `kill_at` (a version)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> None:
+        self.batches: dict[int, Batch] = {}
+        self._kill_at, self._train_step = kill_at, headway.in_process.train_step
+        monkeypatch.setattr(headway.in_process, "train_step", self)
+
+    def __call__(self, trainer: Any, objective: Any, batch: Batch, device: Any) -> Any:
+        if batch.version == self._kill_at:
+            self._kill_at = None
+            raise Killed
+        self.batches[batch.version] = batch  # what a resume trains again takes the place of what was lost
+        return self._train_step(trainer, objective, batch, device)
+
+    def trained(self) -> Counter[tuple[str, int]]:
+        return Counter((r.prompt.uid, r.member) for batch in self.batches.values() for r in batch.rollouts)
+
+
+DRAINED = {"data__epochs": 1, "run__steps": 99, "checkpoint__every": 2, "report__rollouts_per_step": 0}
+"""12 prompts, 2 in a batch: 6 steps."""
+
+
+def killed_and_resumed(settings: Resolved, out: Path, watched: Watched) -> None:
+    with pytest.raises(Killed):
+        run.train(settings, out)
+    lost = [version for version in watched.batches if version >= 2]
+    for version in lost:
+        del watched.batches[version]
+    run.train(settings, out, resume=True)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2.5])
+def test_a_killed_run_trains_every_prompt_once(workplace: Path, model_folder: Path, monkeypatch, run_ahead: float):
+    """Killed in its fourth step, after the checkpoint of the second."""
+    watched = Watched(monkeypatch, kill_at=3)
+    settings = resolved(model_folder, schedule__run_ahead=run_ahead, **DRAINED)
+    killed_and_resumed(settings, workplace / "run", watched)
+    assert sorted(watched.batches) == [0, 1, 2, 3, 4, 5]
+    trained = watched.trained()
+    assert set(trained.values()) == {1}
+    assert len(trained) == 24
+    assert {member for _, member in trained} == {0, 1}
+
+
+def test_a_resumed_synchronous_run_is_the_uninterrupted_one(workplace: Path, model_folder: Path, monkeypatch):
+    settings = resolved(model_folder, schedule__run_ahead=0, **DRAINED)
+    whole = Watched(monkeypatch)
+    run.train(settings, workplace / "whole")
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace)
+    parts = Watched(monkeypatch, kill_at=3)
+    killed_and_resumed(settings, workplace / "parts", parts)
+    for version in range(6):
+        ours, theirs = parts.batches[version].rollouts, whole.batches[version].rollouts
+        assert [(r.prompt.uid, r.member, r.tokens, r.versions) for r in ours] == [
+            (r.prompt.uid, r.member, r.tokens, r.versions) for r in theirs
+        ]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    one, other = (load_policy(str(workplace / name / "model"), "cpu").weights() for name in ("whole", "parts"))
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-3
+
+
+def test_a_resumed_run_samples_from_the_restored_weights(workplace: Path, model_folder: Path, monkeypatch):
+    """Its engine is loaded from the base model: were it not brought up to date, the first ratios would say so."""
+    watched = Watched(monkeypatch, kill_at=3)
+    settings = resolved(model_folder, schedule__run_ahead=0, train__learning_rate=0.02, **DRAINED)
+    killed_and_resumed(settings, workplace / "run", watched)
+    steps = [row for row in rows(workplace / "run" / "metrics.jsonl") if "loss" in row]
+    assert [row["version"] for row in steps] == [1, 2, 3, 3, 4, 5, 6]
+    assert max(row["mismatch_kl_k3"] for row in steps) < 1e-9
+    assert {version for r in watched.batches[2].rollouts for version in r.versions} == {2}
+
+
+def test_a_resume_with_other_prompts_is_refused(workplace: Path, model_folder: Path):
+    out = workplace / "run"
+    run.train(resolved(model_folder), out)
+    with pytest.raises(UserError, match="resume with the same data and seed"):
+        run.train(resolved(model_folder, data__size=11), out, resume=True)
+
+
+def test_a_resume_without_a_checkpoint_is_refused(workplace: Path, model_folder: Path):
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        run.train(resolved(model_folder), workplace / "run", resume=True)
+
+
+# ---- runs that fail
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Every process that is started from here on."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return started
+
+
+def assert_nothing_is_left(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    assert [process.args for process in processes if process.poll() is None] == []
+    ours = ("headway", "grader", "asyncio")
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)] == []
+
+
+def test_nothing_is_left_of_a_run_that_ended_well(workplace: Path, model_folder: Path, processes):
+    run.train(resolved(model_folder), workplace / "run")
+    assert len(processes) == 1
+    assert_nothing_is_left(processes)
+
+
+def test_a_scorer_that_raises_ends_the_run_at_once_in_a_line(workplace: Path, model_folder: Path, processes):
+    began_s = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        run.train(resolved(model_folder, score__scorer="grader:broken", run__steps=1000), workplace / "run")
+    assert "the grader grader:broken failed on prompt addition-" in str(caught.value)
+    assert "ValueError: no such thing as a grade" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began_s < 20
+    assert len(processes) == 1
+    assert_nothing_is_left(processes)
+
+
+@pytest.mark.parametrize("stage", ["generate", "prepare", "train", "save"])
+def test_a_stage_that_fails_ends_the_run_with_its_cause(
+    workplace: Path, model_folder: Path, processes, monkeypatch, stage
+):
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError(f"no {stage} today")
+
+    name = {"generate": "TorchEngine", "prepare": "pack", "train": "train_step", "save": "write_checkpoint"}[stage]
+    if stage == "generate":
+        monkeypatch.setattr(headway.in_process.TorchEngine, "_prefill", fail)
+    else:
+        monkeypatch.setattr(headway.in_process, name, fail)
+    with pytest.raises((OSError, RuntimeError), match=f"no {stage} today"):
+        run.train(resolved(model_folder, schedule__run_ahead=2), workplace / "run")
+    assert_nothing_is_left(processes)
+
+
+def test_a_configuration_that_is_wrong_leaves_no_folder_and_no_process(workplace: Path, model_folder: Path, processes):
+    for settings in (
+        {"generate__end_tokens": "<nonsense>"},
+        {"model__path": workplace / "none"},
+        {"score__scorer": "grader:nothing"},
+        {"generate__max_new_tokens": 64},
+        {"schedule__group_size": 1},
+    ):
+        with pytest.raises(UserError):
+            run.train(resolved(model_folder, **settings), workplace / "run")
+        assert not (workplace / "run").exists()
+        assert_nothing_is_left(processes)
