@@ -18,10 +18,11 @@ from headway.config import Config
 from headway.data import PromptSource, load_items, split_items
 from headway.generate.episode import Episodes, Sampling
 from headway.generate.torch_engine import TorchEngine
+from headway.models.batch import Batch
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
 from headway.objectives.named import Objective
 from headway.prepare.credit import assign_credit
-from headway.prepare.pack import Batch, pack
+from headway.prepare.pack import pack
 from headway.render import end_ids, render_prompts
 from headway.reports.folder import RunFolder
 from headway.score import make_scorer

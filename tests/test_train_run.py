@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import headway.in_process
 from headway import config, run
 from headway.config import Resolved
+from headway.models.batch import Batch
 from headway.models.policy import load_policy, load_tokenizer
 from headway.models.weights import fingerprint
-from headway.prepare.pack import Batch
 from headway.reports.folder import choose_folder
 from headway.types import UserError
 

@@ -73,7 +73,7 @@ class MismatchDiagnostics:
         | `ratio_min`, `ratio_q01` ... `ratio_q99`, `ratio_max` | quantiles of w, linear between tokens | tokens |
         | `ess_share` | (sum w)^2 / (tokens * sum w^2), in (0, 1] | tokens |
         | `weight_capped_share` | share with w > C | tokens |
-        | `weight_capped_share_positive`, `weight_capped_share_negative` | the same, by sign of A | tokens with A > 0, A < 0 |
+        | `weight_capped_share_positive`, `..._negative` | the same, by sign of A | tokens with A > 0, A < 0 |
         | `entropy` | mean entropy | tokens |
         | `tokens/lag_L`, `mismatch_kl_k3/lag_L` | of the tokens with lag L | its tokens |
         | `tokens/position_A_B`, `mismatch_kl_k3/position_A_B` | of the tokens at positions A to B | its tokens |

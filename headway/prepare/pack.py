@@ -10,55 +10,15 @@ Axes: T rows of a micro-batch, N its trained tokens, R rollouts of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
 from headway.models.attention import Segment
+from headway.models.batch import Batch, MicroBatch
 from headway.objectives import compose
 from headway.objectives.named import Objective
-from headway.objectives.reduce import TokenWeights
 from headway.prepare.credit import Credit
 from headway.types import Rollout
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward and backward pass takes.
-
-    ids_T, positions_T: the rows; segments: which rows see which. Per trained token: row_N predicts it, target_N is its
-    id, behaviour_N its log-prob when it was sampled, advantage_N and weight_N (of the reduction) what it counts,
-    lag_N its age in versions, position_N its place in its rollout, rollout_N its rollout's number in the batch.
-    """
-
-    ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    segments: tuple[Segment, ...]
-    row_N: torch.Tensor
-    target_N: torch.Tensor
-    behaviour_N: torch.Tensor
-    advantage_N: torch.Tensor
-    weight_N: torch.Tensor
-    lag_N: torch.Tensor
-    position_N: torch.Tensor
-    rollout_N: torch.Tensor
-
-    def to(self, device: torch.device) -> MicroBatch:
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{n: value.to(device) for n, value in values.items() if isinstance(value, torch.Tensor)})
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one train step takes, under weights `version`. The denominators behind `weight_N` are those of all of it."""
-
-    version: int
-    micro_batches: list[MicroBatch]
-    rollouts: list[Rollout]
-    rewards: list[float]
-    totals: TokenWeights
-    metrics: dict[str, Any]
 
 
 def pack(credit: Credit, objective: Objective, *, version: int, micro_batch_tokens: int) -> Batch:
@@ -85,7 +45,16 @@ def pack(credit: Credit, objective: Objective, *, version: int, micro_batch_toke
         "packed_rows": sum(len(micro.ids_T) for micro in micro_batches),
     }
     rewards = [scored.score.reward or 0.0 for scored in credit.rollouts]
-    return Batch(version, micro_batches, rollouts, rewards, totals, metrics)
+    return Batch(
+        version=version,
+        micro_batches=micro_batches,
+        rollouts=rollouts,
+        rewards=rewards,
+        num_tokens=totals.num_tokens,
+        num_rollouts=totals.num_rollouts,
+        num_groups=totals.num_groups,
+        metrics=metrics,
+    )
 
 
 def _bins(rollouts: Sequence[Rollout], groups: Sequence[int], budget: int) -> Iterator[list[int]]:

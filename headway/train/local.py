@@ -12,10 +12,10 @@ import torch
 
 from headway.config import Train
 from headway.models.attention import PackedAttention
+from headway.models.batch import MicroBatch
 from headway.models.distribution import token_logprobs
 from headway.models.policy import Policy
 from headway.models.weights import assign_weights
-from headway.prepare.pack import MicroBatch
 
 Loss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logp_N with gradient, the micro-batch) -> a scalar: the part of the batch's loss that these tokens make."""

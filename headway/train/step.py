@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from headway.models.batch import Batch, MicroBatch
 from headway.objectives import compose
 from headway.objectives.diagnostics import MismatchDiagnostics
 from headway.objectives.named import Objective
-from headway.prepare.pack import Batch, MicroBatch
 from headway.train.local import LocalTrainer
 
 
@@ -27,7 +27,7 @@ class StepResult:
 
 def train_step(trainer: LocalTrainer, objective: Objective, batch: Batch, device: torch.device) -> StepResult:
     """Train `batch` once. A batch without a trained token leaves weights and optimizer as they are, and says so."""
-    if batch.totals.empty:
+    if batch.num_tokens == 0:
         warning = "no token of this batch may be trained: the step was skipped and the weights are unchanged"
         return StepResult({**batch.metrics, "warning": warning}, [[] for _ in batch.rollouts])
     diagnostics = MismatchDiagnostics(cap=objective.weight_cap if objective.weight == "truncated" else None)

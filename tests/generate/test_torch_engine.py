@@ -20,6 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from headway.generate import torch_engine
+from headway.generate.randomness import stream_key, uniforms
 from headway.models.attention import PackedAttention, Segment
 from headway.models.distribution import Head, token_logprobs
 from headway.models.policy import Policy, load_policy, load_tokenizer
@@ -98,6 +99,18 @@ def test_members_of_a_group_differ_and_a_repeated_identity_does_not(policy):
     assert_same(samples[3], samples[0])
 
 
+def test_token_t_is_where_number_t_of_its_stream_falls():
+    """After any token: 0 with probability 0.2, 1 with 0.3, 2 with 0.5. No end but the budget."""
+    policy = tiny.make_bigram([torch.tensor([0.2, 0.3, 0.5]).log().tolist()] * 3)
+    for request, sample in zip(
+        requests := [ask(Prompt("p", "", (0,) * length), 30, member=length) for length in (1, 2, 7)],
+        answers(policy, requests, lanes=2, decode=str),
+        strict=True,
+    ):
+        numbers = uniforms(torch.full((30,), stream_key(*request.seed_key)), torch.arange(30)).tolist()
+        assert sample.tokens == tuple((number >= 0.2) + (number >= 0.5) for number in numbers)
+
+
 # ---- what a rollout does not depend on
 
 
@@ -126,6 +139,15 @@ def test_how_prompts_are_prefilled_leaves_no_trace(policy, alone, name, value, m
     monkeypatch.setattr(torch_engine, name, value)
     for sample, expected in zip(answers(policy, VARIED, lanes=4), alone, strict=True):
         assert_same(sample, expected)
+
+
+def test_longer_rollouts_find_room_beside_shorter_ones():
+    """The cache grows in steps of 64 positions: here at the start, for what joins together, and in mid-flight."""
+    policy = make_policy(max_position_embeddings=512)
+    requests = [ask("ab", length, member=length) for length in (3, 150, 70, 8, 300, 61, 62, 63)]
+    together = answers(policy, requests, lanes=3)
+    for request, sample in zip(requests, together, strict=True):
+        assert_same(sample, answers(policy, [request], lanes=1)[0])
 
 
 # ---- passes

@@ -62,7 +62,12 @@ def test_equal_policies():
     assert metrics["ess_share"] == 1
     assert metrics["mismatch_kl_k1"] == metrics["mismatch_kl_k3"] == metrics["max_abs_log_ratio"] == 0
     assert {metrics[key] for key in metrics if key.startswith("ratio_")} == {1.0}
-    assert metrics["weight_capped_share"] == metrics["weight_capped_share_positive"] == metrics["weight_capped_share_negative"] == 0
+    assert (
+        metrics["weight_capped_share"]
+        == metrics["weight_capped_share_positive"]
+        == metrics["weight_capped_share_negative"]
+        == 0
+    )
 
 
 def test_weight_capped_share_by_sign_of_the_advantage():

@@ -12,10 +12,11 @@ import torch
 
 from headway.config import Train
 from headway.models.attention import Segment
+from headway.models.batch import Batch, MicroBatch
 from headway.models.policy import Policy
 from headway.objectives.named import Objective, objective
 from headway.prepare.credit import assign_credit
-from headway.prepare.pack import Batch, MicroBatch, pack
+from headway.prepare.pack import pack
 from headway.train.local import LocalTrainer
 from headway.train.step import micro_batch_loss, train_step
 from headway.types import Prompt, Rollout, ScoredRollout
@@ -78,7 +79,7 @@ def test_two_groups_by_hand():
     plus, minus = 0.5**0.5, -(0.5**0.5)
     assert micro.advantage_N.tolist() == pytest.approx([plus] * 2 + [minus] * 4 + [plus] * 2, abs=1e-5)
     assert micro.weight_N.tolist() == pytest.approx([1 / 8] * 2 + [1 / 4] + [1 / 12] * 3 + [1 / 8] * 2)
-    assert (batch.rewards, batch.totals.num_tokens, batch.totals.num_rollouts) == ([1.0, 0.0, 0.0, 1.0], 8, 4)
+    assert (batch.rewards, batch.num_tokens, batch.num_rollouts) == ([1.0, 0.0, 0.0, 1.0], 8, 4)
     assert {name: batch.metrics[name] for name in ("trained_tokens", "micro_batches", "packed_rows")} == {
         "trained_tokens": 8,
         "micro_batches": 1,
@@ -156,14 +157,14 @@ def test_an_answer_without_tokens_adds_no_row_and_no_count():
     (micro,) = batch.micro_batches
     assert micro.ids_T.tolist() == [1, 2, 5]
     assert micro.rollout_N.tolist() == [1, 1]
-    assert (batch.totals.num_rollouts, batch.totals.num_tokens) == (1, 2)
+    assert (batch.num_rollouts, batch.num_tokens) == (1, 2)
     assert micro.weight_N.tolist() == [0.5, 0.5]
 
 
 def test_a_batch_without_a_trained_token_says_so():
     p = asked("p", 1)
     batch = packed([[scored(rollout(p, [5, 6], member=member, mask=[False, False]), member) for member in range(2)]])
-    assert batch.totals.empty
+    assert batch.num_tokens == 0
     assert [len(micro.target_N) for micro in batch.micro_batches] == [0]
 
 
@@ -343,7 +344,7 @@ def test_identities_and_not_token_values_tell_groups_apart():
         for epoch in range(2)
     ]
     batch = packed(groups)
-    assert batch.totals.num_groups == 2
+    assert batch.num_groups == 2
     (micro,) = batch.micro_batches
     assert micro.advantage_N.tolist() == pytest.approx([0, 0, 0, 0, *[-(0.5**0.5)] * 2, *[0.5**0.5] * 2], abs=1e-5)
     assert [number for number, _ in itertools.groupby(micro.rollout_N.tolist())] == [0, 1, 2, 3]

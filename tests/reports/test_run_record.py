@@ -73,7 +73,11 @@ def test_folders_that_are_no_runs(tmp_path: Path, simulated, write_run) -> None:
     with pytest.raises(UserError, match="no run lies in"):
         read_run(tmp_path / "nothing" / "here")
     folder = write_run(simulated())
-    for text, said in (("", "doesn't begin with a run"), ("[1]\n", "is not a trace event"), ("x\n{}\n", "is not a trace event")):
+    for text, said in (
+        ("", "doesn't begin with a run"),
+        ("[1]\n", "is not a trace event"),
+        ("x\n{}\n", "is not a trace event"),
+    ):
         (folder / "trace.jsonl").write_text(text)
         with pytest.raises(UserError, match=said) as caught:
             read_run(folder)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from headway.config import Train
+from headway.models.batch import MicroBatch
 from headway.models.policy import Policy
 from headway.models.weights import fingerprint
 from headway.objectives.named import objective
 from headway.prepare.credit import assign_credit
-from headway.prepare.pack import MicroBatch, pack
+from headway.prepare.pack import pack
 from headway.train.local import LocalTrainer
 from headway.types import UserError
 from tests.tiny import make_bigram, make_policy, own_logprobs, prompt, rollout, scored

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from headway.config import Train
+from headway.models.batch import Batch
 from headway.models.policy import Policy
 from headway.models.weights import fingerprint
 from headway.objectives.named import objective
 from headway.prepare.credit import assign_credit
-from headway.prepare.pack import Batch, pack
+from headway.prepare.pack import pack
 from headway.train.local import LocalTrainer
 from headway.train.step import StepResult, train_step
 from headway.types import Rollout
