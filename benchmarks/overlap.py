@@ -23,7 +23,7 @@ WARM_UP_STEPS = 5
 
 def run(run_ahead: int, steps: int, folder: Path) -> list[Event]:
     command = [sys.executable, "-m", "headway", "train", "recipes/quickstart.toml", "--out", str(folder)]
-    settings = {"run-ahead": run_ahead, "steps": steps, "evaluate.size": 0, "generate.threads": 1, "train.threads": 1}
+    settings = {"run-ahead": run_ahead, "steps": steps, "evaluate.size": 0, "threads": 1, "share-cores": "false"}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     subprocess.run([*command, *words, "--checkpoint.every", "0"], check=True, stdout=subprocess.DEVNULL)
     return read_trace(folder / "trace.jsonl")

@@ -18,7 +18,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomlkit
 import tomlkit.items
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from headway.types import UserError
@@ -69,6 +78,13 @@ class Run(Section):
     out: str | None = Field(default=None, description="the run's folder; default runs/NAME-DATE-TIME")
     seed: int = Field(default=0, description="root of every random choice of the run")
     steps: int = Field(default=100, ge=1, description="train steps, unless the data end before")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of engine and trainer; default as many as cores"
+    )
+    share_cores: bool = Field(
+        default=True,
+        description="engine and trainer share run.threads, all for the one that works alone; false: each uses as many",
+    )
 
 
 class Model(Section):
@@ -115,7 +131,13 @@ class Generate(Section):
         default=None, description="tokens that end a rollout; default the tokenizer's end token"
     )
     stop: Strings = Field(default=(), description="strings that end a rollout")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine; default half of the cores")
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("an empty stop string would end every rollout at its first token; leave it out")
+        return stop
 
 
 class ScoreSettings(Section):
@@ -163,7 +185,6 @@ class Train(Section):
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the trainer's matrix products; master weights and LM head stay float32"
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of the trainer; default half of the cores")
 
 
 class Sync(Section):

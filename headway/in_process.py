@@ -19,6 +19,7 @@ from headway.data import PromptSource, load_items, split_items
 from headway.generate.episode import Episodes, Sampling
 from headway.generate.torch_engine import TorchEngine
 from headway.models.batch import Batch
+from headway.models.cores import Cores, FixedCores, SharedCores
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
 from headway.objectives.named import Objective
 from headway.prepare.credit import assign_credit
@@ -41,8 +42,10 @@ class Parts:
 
     config: Config
     engine_policy: Policy
+    engine_cores: Cores
     trainer_policy: Policy
     trainer: LocalTrainer
+    trainer_cores: Cores
     tokenizer: Any
     source: PromptSource
     held_out: list[Prompt]
@@ -87,8 +90,13 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
 
     training, held_out = render(split.training), render(split.held_out)
     source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
+    engine_cores, trainer_cores = _claims(config)
     trainer = LocalTrainer(
-        trainer_policy, config.train, temperature=config.generate.temperature, num_steps=config.run.steps
+        trainer_policy,
+        config.train,
+        temperature=config.generate.temperature,
+        num_steps=config.run.steps,
+        cores=trainer_cores,
     )
     if checkpoint:
         _restore(trainer, source, checkpoint)
@@ -102,8 +110,10 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     return Parts(
         config=config,
         engine_policy=engine_policy,
+        engine_cores=engine_cores,
         trainer_policy=trainer_policy,
         trainer=trainer,
+        trainer_cores=trainer_cores,
         tokenizer=tokenizer,
         source=source,
         held_out=held_out,
@@ -122,24 +132,27 @@ def _restore(trainer: LocalTrainer, source: PromptSource, checkpoint: Checkpoint
     trainer.load(checkpoint.folder)
 
 
+def _claims(config: Config) -> tuple[Cores, Cores]:
+    """The engine's and the trainer's claim to CPU cores."""
+    threads = config.run.threads or os.cpu_count() or 1
+    if config.run.share_cores:
+        shared = SharedCores(threads)
+        return shared, shared.another()
+    return FixedCores(threads), FixedCores(threads)
+
+
 class InProcessStages:
     """Implements `headway.stages.Stages`: a reference is the thing itself."""
 
     def __init__(self, parts: Parts, folder: RunFolder) -> None:
         self._parts, self._folder = parts, folder
         config = parts.config
-        overlapped = config.schedule.run_ahead > 0
-        cores = os.cpu_count() or 1
-        # While generation and training overlap, each has half of the cores; otherwise they take turns on all.
-        default_threads = max(1, cores // 2) if overlapped else cores
-        self._trainer_thread = ThreadPoolExecutor(
-            1, "headway trainer", torch.set_num_threads, (config.train.threads or default_threads,)
-        )
+        self._trainer_thread = ThreadPoolExecutor(1, "headway trainer")
         self._engine = TorchEngine(
             parts.engine_policy,
             lanes=config.generate.lanes,
             decode=lambda ids: parts.tokenizer.decode(ids, skip_special_tokens=True),
-            threads=config.generate.threads or default_threads,
+            cores=parts.engine_cores,
             version=parts.version,
         )
         self._episodes = Episodes(self._engine, parts.source, parts.held_out, parts.sampling, config.run.seed)
@@ -184,9 +197,12 @@ class InProcessStages:
 
     async def train(self, batch: Batch) -> Trained:
         parts = self._parts
-        result = await self._on_trainer_thread(
-            lambda: train_step(parts.trainer, parts.objective, batch, parts.trainer_policy.device)
-        )
+
+        def step() -> StepResult:
+            with parts.trainer_cores.busy():
+                return train_step(parts.trainer, parts.objective, batch)
+
+        result = await self._on_trainer_thread(step)
         self._keep_rollouts(batch, result)
         return Trained(parts.trainer.weights(), result.metrics)
 

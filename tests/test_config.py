@@ -343,3 +343,10 @@ def test_types_in_help_texts(annotation, shown):
 
 def test_every_type_has_a_short_name():
     assert all(re.fullmatch(r"[a-z0-9|]+( or [a-z]+)*", choices(info.annotation)) for _, info in fields())
+
+
+def test_an_empty_stop_string_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[generate]\nstop = ["\\n", ""]\n')
+    with pytest.raises(UserError, match="an empty stop string would end every rollout"):
+        resolve(recipe)

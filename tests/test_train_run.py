@@ -50,8 +50,7 @@ def resolved(model_folder: Path, **settings: Any) -> Resolved:
         "score.scorer": "grader:digits",
         "generate.max_new_tokens": 8,
         "generate.lanes": 8,
-        "generate.threads": 1,
-        "train.threads": 1,
+        "run.threads": 1,
         "train.learning_rate": 1e-3,
         "schedule.batch_size": 4,
         "schedule.group_size": 2,
@@ -154,12 +153,12 @@ class Watched:
         self._kill_at, self._train_step = kill_at, headway.in_process.train_step
         monkeypatch.setattr(headway.in_process, "train_step", self)
 
-    def __call__(self, trainer: Any, objective: Any, batch: Batch, device: Any) -> Any:
+    def __call__(self, trainer: Any, objective: Any, batch: Batch) -> Any:
         if batch.version == self._kill_at:
             self._kill_at = None
             raise Killed
         self.batches[batch.version] = batch  # what a resume trains again takes the place of what was lost
-        return self._train_step(trainer, objective, batch, device)
+        return self._train_step(trainer, objective, batch)
 
     def trained(self) -> Counter[tuple[str, int]]:
         return Counter((r.prompt.uid, r.member) for batch in self.batches.values() for r in batch.rollouts)

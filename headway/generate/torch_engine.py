@@ -20,6 +20,7 @@ import torch
 
 from headway.generate.randomness import stream_key, uniforms
 from headway.models.attention import CachedAttention, KeyValueCache, PackedAttention, Segment
+from headway.models.cores import Cores
 from headway.models.distribution import sample
 from headway.models.policy import Policy
 from headway.models.weights import assign_weights, fingerprint
@@ -59,13 +60,13 @@ class TorchEngine:
     """Implements `headway.stages.Generator`.
 
     policy: the engine's own copy of the weights; lanes: rollouts in flight at once (more requests than that wait);
-    decode: ids -> text; threads: CPU threads of its forward passes; version: what the policy's weights are called.
+    decode: ids -> text; cores: its claim to CPU cores; version: what the policy's weights are called.
     """
 
     def __init__(
-        self, policy: Policy, *, lanes: int, decode: Callable[[Sequence[int]], str], threads: int, version: int = 0
+        self, policy: Policy, *, lanes: int, decode: Callable[[Sequence[int]], str], cores: Cores, version: int = 0
     ) -> None:
-        self._policy, self._decode, self._threads = policy, decode, threads
+        self._policy, self._decode, self._cores = policy, decode, cores
         self._num_lanes, self._version = lanes, version
         self._lanes: list[_Lane] = []
         self._waiting: deque[_Lane] = deque()
@@ -146,28 +147,33 @@ class TorchEngine:
     # ---- on the engine's thread
 
     def _serve(self) -> None:
-        torch.set_num_threads(self._threads)
         try:
             with torch.no_grad():
                 while not self._closed:
-                    self._obey()
-                    self._drop_aborted()
-                    self._admit()
-                    if self._lanes:
-                        self._sample_one_token_everywhere()
+                    self._obey(wait=True)
+                    self._generate_until_idle()
             self._tell_all(_Closed())
         except BaseException as failure:  # handed to everyone who waits; a silent dead thread would hang them
             self._tell_all(failure)
 
-    def _obey(self) -> None:
-        """Run the commands that have arrived; wait for one when there is nothing else to do."""
-        idle = not self._lanes and not self._waiting
-        while True:
+    def _generate_until_idle(self) -> None:
+        with self._cores.busy():
+            while (self._lanes or self._waiting) and not self._closed:
+                with self._cores.unit():
+                    self._drop_aborted()
+                    self._admit()
+                    if self._lanes:
+                        self._sample_one_token_everywhere()
+                self._obey(wait=False)
+
+    def _obey(self, *, wait: bool) -> None:
+        """Run the commands that have arrived; if there is none, wait for one or go on."""
+        while not self._closed:
             try:
-                command, _ = self._commands.get(block=idle)
+                command, _ = self._commands.get(block=wait)
             except queue.Empty:
                 return
-            idle = False
+            wait = False
             command()
 
     def _tell_all(self, failure: BaseException) -> None:

@@ -13,6 +13,7 @@ import torch
 from headway.config import Train
 from headway.models.attention import PackedAttention
 from headway.models.batch import MicroBatch
+from headway.models.cores import Cores, FixedCores
 from headway.models.distribution import token_logprobs
 from headway.models.policy import Policy
 from headway.models.weights import assign_weights
@@ -25,10 +26,14 @@ class LocalTrainer:
     """Implements `headway.stages.Trainer`.
 
     policy: float32 weights, which are the master copy; settings: the optimizer; temperature: of every log-prob, the one
-    the rollouts were sampled at; num_steps: the length of the learning rate's schedule.
+    the rollouts were sampled at; num_steps: the length of the learning rate's schedule; cores: its claim to CPU cores,
+    by default as many as torch would use.
     """
 
-    def __init__(self, policy: Policy, settings: Train, *, temperature: float, num_steps: int) -> None:
+    def __init__(
+        self, policy: Policy, settings: Train, *, temperature: float, num_steps: int, cores: Cores | None = None
+    ) -> None:
+        self._cores = cores or FixedCores(torch.get_num_threads())
         self._policy, self._settings, self._temperature, self._num_steps = policy, settings, temperature, num_steps
         self._parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -43,14 +48,19 @@ class LocalTrainer:
 
     @torch.no_grad()
     def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._logprobs(batch)
+        """-> logp_N and entropy_N, on the CPU."""
+        with self._cores.unit():
+            logp_N, entropy_N = self._logprobs(batch.to(self._policy.device))
+        return logp_N.cpu(), entropy_N.cpu()
 
     def forward_backward(self, batch: MicroBatch, loss: Loss) -> dict[str, Any]:
-        """-> loss (a float), logp_N and entropy_N of the policy before the step, detached."""
-        logp_N, entropy_N = self._logprobs(batch)
-        value = loss(logp_N, batch)
-        value.backward()
-        return {"loss": value.item(), "logp_N": logp_N.detach(), "entropy_N": entropy_N.detach()}
+        """-> loss (a float), logp_N and entropy_N of the policy before the step, detached and on the CPU."""
+        with self._cores.unit():
+            batch = batch.to(self._policy.device)
+            logp_N, entropy_N = self._logprobs(batch)
+            value = loss(logp_N, batch)
+            value.backward()
+        return {"loss": value.item(), "logp_N": logp_N.detach().cpu(), "entropy_N": entropy_N.detach().cpu()}
 
     def _logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         plan = PackedAttention(batch.segments, self._policy.device)
@@ -65,6 +75,10 @@ class LocalTrainer:
 
     def optim_step(self) -> dict[str, Any]:
         """-> grad_norm (before clipping), learning_rate, skipped_steps (so far), and a warning if this one was."""
+        with self._cores.unit():
+            return self._step()
+
+    def _step(self) -> dict[str, Any]:
         rate = self._learning_rate()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]).item()
         metrics = {"grad_norm": norm, "learning_rate": rate, "skipped_steps": self._steps_skipped}

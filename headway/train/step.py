@@ -14,7 +14,7 @@ from headway.models.batch import Batch, MicroBatch
 from headway.objectives import compose
 from headway.objectives.diagnostics import MismatchDiagnostics
 from headway.objectives.named import Objective
-from headway.train.local import LocalTrainer
+from headway.stages import Trainer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StepResult:
     log_ratios: list[list[float]]
 
 
-def train_step(trainer: LocalTrainer, objective: Objective, batch: Batch, device: torch.device) -> StepResult:
+def train_step(trainer: Trainer, objective: Objective, batch: Batch) -> StepResult:
     """Train `batch` once. A batch without a trained token leaves weights and optimizer as they are, and says so."""
     if batch.num_tokens == 0:
         warning = "no token of this batch may be trained: the step was skipped and the weights are unchanged"
@@ -36,7 +36,6 @@ def train_step(trainer: LocalTrainer, objective: Objective, batch: Batch, device
     for micro in batch.micro_batches:
         if not len(micro.target_N):
             continue
-        micro = micro.to(device)
         result = trainer.forward_backward(micro, lambda logp_N, micro: micro_batch_loss(objective, logp_N, micro))
         total_loss += result["loss"]
         diagnostics.add(

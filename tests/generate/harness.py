@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from headway.generate.torch_engine import TorchEngine
 from headway.models.attention import PackedAttention
+from headway.models.cores import FixedCores
 from headway.models.policy import Policy
 from headway.stages import Generator, Sample, SampleRequest
 from headway.types import Prompt
@@ -36,7 +37,7 @@ def ask(
 async def engine_of(
     policy: Policy, *, lanes: int = 4, decode: Callable[[Sequence[int]], str] = tiny.decode, version: int = 0
 ) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(policy, lanes=lanes, decode=decode, threads=1, version=version)
+    engine = TorchEngine(policy, lanes=lanes, decode=decode, cores=FixedCores(1), version=version)
     try:
         yield engine
     finally:

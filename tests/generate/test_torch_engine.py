@@ -141,15 +141,6 @@ def test_how_prompts_are_prefilled_leaves_no_trace(policy, alone, name, value, m
         assert_same(sample, expected)
 
 
-def test_longer_rollouts_find_room_beside_shorter_ones():
-    """The cache grows in steps of 64 positions: here at the start, for what joins together, and in mid-flight."""
-    policy = make_policy(max_position_embeddings=512)
-    requests = [ask("ab", length, member=length) for length in (3, 150, 70, 8, 300, 61, 62, 63)]
-    together = answers(policy, requests, lanes=3)
-    for request, sample in zip(requests, together, strict=True):
-        assert_same(sample, answers(policy, [request], lanes=1)[0])
-
-
 # ---- passes
 
 
@@ -199,6 +190,15 @@ def test_the_prompt_of_a_group_is_prefilled_once(policy):
 def test_different_prompts_are_prefilled_in_one_pass(policy):
     _, passes = observed(policy, [ask("0123", 1), ask("45", 1), ask("6", 1)], lanes=3)
     assert passes == [("prefill", 7)]
+
+
+def test_longer_rollouts_find_room_beside_shorter_ones():
+    """The cache grows in steps of 64 positions: here at the start, for what joins together, and in mid-flight."""
+    policy = make_policy(max_position_embeddings=512)
+    requests = [ask("ab", length, member=length) for length in (3, 150, 70, 8, 61, 300, 62, 63)]
+    together, _ = observed(policy, requests, lanes=3)
+    for request, sample in zip(requests, together, strict=True):
+        assert_same(sample, answers(policy, [request], lanes=1)[0])
 
 
 # ---- how a rollout ends
@@ -591,7 +591,6 @@ def test_an_exception_in_the_engine_reaches_every_waiter(policy, number):
                 tasks.append(asyncio.create_task(engine.fingerprint()))
                 tasks.append(asyncio.create_task(engine.load({}, 1)))
             errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert not engine._thread.is_alive()
             for late in (engine.sample(ask("a")), engine.load({}, 1), engine.fingerprint()):
                 with pytest.raises(RuntimeError, match="the engine has failed: Broken: in pass"):
                     await late
@@ -648,10 +647,10 @@ def test_weights_that_are_no_numbers_end_the_engine(policy, temperature):
 
 
 def test_the_event_loop_is_never_blocked(policy):
-    """Passes of 150 ms each; a task that wants a turn every millisecond gets many in each of them."""
+    """Passes of 300 ms each; a task that wants a turn every millisecond gets many in each of them."""
 
     async def program():
-        Passes(policy, before=lambda number: time.sleep(0.15))
+        Passes(policy, before=lambda number: time.sleep(0.3))
         ticks: list[float] = []
 
         async def tick():
@@ -661,14 +660,14 @@ def test_the_event_loop_is_never_blocked(policy):
 
         ticker = asyncio.create_task(tick())
         async with engine_of(policy) as engine:
-            tasks = [engine.sample(ask("1+2=", 6, member=member)) for member in range(6)]
+            tasks = [engine.sample(ask("1+2=", 3, member=member)) for member in range(4)]
             await asyncio.gather(*tasks, engine.load(policy.weights(), 1), engine.fingerprint())
         ticker.cancel()
         return [after - before for before, after in itertools.pairwise(ticks)]
 
     pauses = run(program())
     assert len(pauses) > 100
-    assert max(pauses) < 0.12
+    assert max(pauses) < 0.25
 
 
 @pytest.mark.slow

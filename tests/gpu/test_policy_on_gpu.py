@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headway.generate.torch_engine import TorchEngine
 from headway.models.attention import PackedAttention, Segment
+from headway.models.cores import FixedCores
 from headway.models.distribution import token_logprobs
 from headway.models.policy import Policy, as_policy
 from headway.stages import Sample, SampleRequest
@@ -36,7 +37,7 @@ def policy() -> Policy:
 
 def sampled(policy: Policy, temperature: float) -> list[Sample]:
     async def sample_all() -> list[Sample]:
-        engine = TorchEngine(policy, lanes=2, decode=str, threads=1)
+        engine = TorchEngine(policy, lanes=2, decode=str, cores=FixedCores(1))
         requests = [SampleRequest(prompt, (0, prompt.uid), 12, temperature) for prompt in PROMPTS for _ in range(2)]
         try:
             return await asyncio.gather(*(engine.sample(request) for request in requests))

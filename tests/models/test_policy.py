@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from headway.generate.torch_engine import TorchEngine
+from headway.models.cores import FixedCores
 from headway.models.policy import Policy, as_policy, load_policy, load_tokenizer, locate, save_policy
 from headway.models.weights import fingerprint
 from headway.stages import SampleRequest
@@ -244,7 +245,7 @@ def test_weights_are_float32_whatever_the_folder_holds(model_folder: Path, tmp_p
 
 def greedy(policy: Policy, prompt_tokens: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
     async def program() -> tuple[int, ...]:
-        engine = TorchEngine(policy, lanes=1, decode=tiny.decode, threads=1)
+        engine = TorchEngine(policy, lanes=1, decode=tiny.decode, cores=FixedCores(1))
         request = SampleRequest(tiny.Prompt("p", "", prompt_tokens), (0,), max_new_tokens, 0.0, frozenset({END}))
         try:
             return (await engine.sample(request)).tokens

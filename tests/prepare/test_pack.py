@@ -325,7 +325,7 @@ def test_b01_a_train_step_reports_the_same_for_every_split():
     for budget in (1, 12, 4096):
         policy = make_policy()
         trainer = LocalTrainer(policy, Train(learning_rate=1e-3), temperature=1.0, num_steps=1)
-        result = train_step(trainer, GRPO, packed(many_groups(), budget=budget), CPU)
+        result = train_step(trainer, GRPO, packed(many_groups(), budget=budget))
         reported.append({name: v for name, v in result.metrics.items() if name not in ("micro_batches", "packed_rows")})
         learned.append(policy.head.weight_VD.detach().clone())
         assert [len(ratios) for ratios in result.log_ratios] == [

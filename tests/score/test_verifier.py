@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 
 import headway.score.verifier
 from headway.score.verifier import NumberVerifier, has_number, last_number, parse_number
-from headway.types import Prompt, Score, UserError
+from headway.types import MISPLACED, Prompt, Score, UserError
 
 
 def reward(text, answer):
-    score = asyncio.run(NumberVerifier().score(Prompt("p1", "q", answer=answer), text))
-    assert score == Score(score.reward)
-    return score.reward
+    return score_of(text, answer).reward
+
+
+def score_of(text, answer):
+    return asyncio.run(NumberVerifier().score(Prompt("p1", "q", answer=answer), text))
+
+
+def test_a_right_number_that_is_not_the_last_is_misplaced():
+    assert score_of("7 is 3 + 4", "7") == Score(0.0, detail=MISPLACED)
+    assert score_of("3 + 4 = 8", "7") == Score(0.0)
+    assert score_of("3 + 4 = 7", "7") == Score(1.0)
 
 
 def test_examples_of_the_documentation():

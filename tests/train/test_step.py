@@ -47,7 +47,7 @@ def saved(trainer: LocalTrainer, folder: Path) -> bytes:
 
 
 def do_step(trainer: LocalTrainer, batch: Batch) -> StepResult:
-    return train_step(trainer, GRPO, batch, CPU)
+    return train_step(trainer, GRPO, batch)
 
 
 # ---- learning

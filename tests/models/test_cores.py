@@ -1,0 +1,81 @@
+"""Cores are shared out so that nobody holds what somebody else holds, and none is left idle."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from headway.models.cores import FixedCores, SharedCores
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_lone_worker_has_all_cores_and_two_have_half_each() -> None:
+    first = SharedCores(4)
+    second = first.another()
+    with first.busy():
+        with first.unit():
+            assert torch.get_num_threads() == 4
+        with second.busy(), first.unit():
+            assert torch.get_num_threads() == 2
+            with second.unit():
+                assert torch.get_num_threads() == 2
+        with first.unit():
+            assert torch.get_num_threads() == 4
+
+
+def test_who_comes_second_waits_until_the_first_ends_its_unit() -> None:
+    first = SharedCores(2)
+    second = first.another()
+    order: list[str] = []
+
+    def come_second() -> None:
+        with second.busy(), second.unit() as others:
+            order.append(f"second with {others}")
+
+    worker = threading.Thread(target=come_second)
+    with first.busy():
+        with first.unit():
+            worker.start()
+            time.sleep(0.05)
+            order.append("first ends")
+        worker.join(timeout=5)
+    assert order == ["first ends", "second with 1"]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 8])
+def test_no_core_is_ever_held_twice(total: int) -> None:
+    pool = SharedCores(total)
+    held, most, lock = [0], [0], threading.Lock()
+
+    def work(claim: SharedCores) -> None:
+        for _ in range(20):
+            with claim.busy():
+                for _ in range(5):
+                    with claim.unit() as mine:
+                        with lock:
+                            held[0] += mine
+                            most[0] = max(most[0], held[0])
+                        with lock:
+                            held[0] -= mine
+
+    workers = [threading.Thread(target=work, args=(pool.another(),)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=30)
+    assert not any(worker.is_alive() for worker in workers)
+    assert 0 < most[0] <= total
+
+
+def test_fixed_cores_are_fixed() -> None:
+    with FixedCores(3).busy(), FixedCores(3).unit() as held:
+        assert held == torch.get_num_threads() == 3
