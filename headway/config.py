@@ -77,7 +77,7 @@ class Run(Section):
     name: str = Field(default="run", description="names the run's folder unless run.out is given")
     out: str | None = Field(default=None, description="the run's folder; default runs/NAME-DATE-TIME")
     seed: int = Field(default=0, description="root of every random choice of the run")
-    steps: int = Field(default=100, ge=1, description="train steps, unless the data end before")
+    steps: int = Field(default=100, ge=0, description="train steps, unless the data end before; 0: only examine")
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of engine and trainer; default as many as cores"
     )
@@ -221,6 +221,9 @@ class Evaluate(Section):
     )
     source: str | None = Field(
         default=None, description="a .jsonl file of held-out prompts; default the training source, kept apart"
+    )
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="token budget of an answer; default generate.max_new_tokens"
     )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class Parts:
     scorer: Scorer
     objective: Objective
     sampling: Sampling
+    examination: Sampling
     version: int
 
     @asynccontextmanager
@@ -78,17 +79,19 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     tokenizer = load_tokenizer(config.model.path)
     trainer_policy = load_policy(config.model.path, config.model.device)
 
-    def render(prompts: Sequence[Prompt]) -> list[Prompt]:
+    def render(prompts: Sequence[Prompt], max_new_tokens: int) -> list[Prompt]:
         return render_prompts(
             prompts,
             tokenizer,
             chat=config.data.chat,
             system=config.data.system,
             context_tokens=trainer_policy.context_tokens,
-            max_new_tokens=config.generate.max_new_tokens,
+            max_new_tokens=max_new_tokens,
         )
 
-    training, held_out = render(split.training), render(split.held_out)
+    answer_tokens = config.generate.max_new_tokens
+    examination_tokens = config.evaluate.max_new_tokens or answer_tokens
+    training, held_out = render(split.training, answer_tokens), render(split.held_out, examination_tokens)
     source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
     engine_cores, trainer_cores = _claims(config)
     trainer = LocalTrainer(
@@ -102,7 +105,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         _restore(trainer, source, checkpoint)
     engine_policy = load_policy(config.model.path, config.model.device)
     sampling = Sampling(
-        max_new_tokens=config.generate.max_new_tokens,
+        max_new_tokens=answer_tokens,
         temperature=config.generate.temperature,
         end_ids=end_ids(tokenizer, config.generate.end_tokens),
         stop=config.generate.stop,
@@ -120,6 +123,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         scorer=make_scorer(config.score, training + held_out),  # last: it starts processes
         objective=objective,
         sampling=sampling,
+        examination=replace(sampling, max_new_tokens=examination_tokens, temperature=0.0),
         version=checkpoint.progress["version"] if checkpoint else 0,
     )
 
@@ -155,7 +159,9 @@ class InProcessStages:
             cores=parts.engine_cores,
             version=parts.version,
         )
-        self._episodes = Episodes(self._engine, parts.source, parts.held_out, parts.sampling, config.run.seed)
+        self._episodes = Episodes(
+            self._engine, parts.source, parts.held_out, parts.sampling, parts.examination, config.run.seed
+        )
         self._sync = MemorySync(self._engine, config.sync.verify)
 
     async def catch_up(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headway.data import PromptSource
 from headway.stages import Generated, Generator, SampleRequest, Ticket
@@ -12,7 +12,7 @@ from headway.types import Prompt, Receipt, Rollout
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, the same for every prompt."""
+    """How answers are sampled, the same for every prompt. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float
@@ -24,19 +24,21 @@ class Sampling:
 class Episodes:
     """Single-turn episodes: one prompt, one answer.
 
-    Training tickets take the prompt of their group; examination tickets take a held-out prompt and answer greedily.
+    Training tickets take the prompt of their group; examination tickets take a held-out prompt, and are sampled as
+    `examination` says.
     """
 
     engine: Generator
     source: PromptSource
     held_out: Sequence[Prompt]
     sampling: Sampling
+    examination: Sampling
     seed: int
 
     async def generate(self, ticket: Ticket) -> Generated:
         """-> a `Rollout` as reference. Its random numbers are keyed by (seed, prompt, epoch, member, turn)."""
         if ticket.examination:
-            prompt, epoch, sampling = self.held_out[ticket.group], 0, replace(self.sampling, temperature=0.0)
+            prompt, epoch, sampling = self.held_out[ticket.group], 0, self.examination
         else:
             (prompt, epoch), sampling = self.source.at(ticket.group), self.sampling
         turn = 0

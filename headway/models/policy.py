@@ -81,7 +81,9 @@ def load_policy(path: str, device: str | None = None) -> Policy:
             folder, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"no causal language model can be loaded from {path}: {_first_line(error)}") from None
+        raise UserError(
+            f"no causal language model can be loaded from {path}{_as_what(path)}: {_first_line(error)}"
+        ) from None
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
@@ -151,7 +153,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from None
+        raise UserError(f"no tokenizer can be loaded from {path}{_as_what(path)}: {_first_line(error)}") from None
 
 
 def save_policy(policy: Policy, tokenizer: Any, folder: Path) -> None:
@@ -196,6 +198,10 @@ def locate(path: str) -> str:
     if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
         return path
     raise UserError(f"there is no model folder {path}{_nearest_folder(folder)}")
+
+
+def _as_what(path: str) -> str:
+    return "" if ":" in path or Path(path).expanduser().exists() else " (no local folder, so taken for a hub id)"
 
 
 def _nearest_folder(folder: Path) -> str:

@@ -15,6 +15,7 @@ from tests.tiny import prompt
 
 TRAINING = [prompt("1+1="), prompt("2+2=")]
 HELD_OUT = [prompt("3+3="), prompt("4+4=")]
+EXAMINATION = Sampling(max_new_tokens=20, temperature=0.0, end_ids=frozenset({2, 3}), stop=("\n",))
 SAMPLING = Sampling(max_new_tokens=9, temperature=0.7, end_ids=frozenset({2, 3}), stop=("\n",))
 
 
@@ -46,7 +47,7 @@ ANSWER = Sample(tokens=(5, 7, 2), logprobs=(-0.1, -0.2, -0.3), versions=(4, 4, 5
 def episode(ticket: Ticket, answer: Sample = ANSWER, *, seed: int = 8) -> tuple[SampleRequest, Generated]:
     engine = ScriptedEngine(answer)
     source = PromptSource(TRAINING, seed=0, shuffle=False)
-    episodes = Episodes(engine, source, HELD_OUT, SAMPLING, seed)  # type: ignore[arg-type]
+    episodes = Episodes(engine, source, HELD_OUT, SAMPLING, EXAMINATION, seed)  # type: ignore[arg-type]
     generated = asyncio.run(episodes.generate(ticket))
     (request,) = engine.asked
     return request, generated
@@ -62,7 +63,7 @@ def test_a_group_names_its_prompt_and_epoch(group, asked, epoch):
 def test_an_examination_is_greedy_over_held_out_prompts():
     request, generated = episode(Ticket(1, examination=True))
     assert (request.prompt, request.temperature) == (prompt("4+4="), 0.0)
-    assert request.end_ids == SAMPLING.end_ids
+    assert (request.end_ids, request.max_new_tokens) == (SAMPLING.end_ids, 20)
     assert generated.ref.prompt == prompt("4+4=")
 
 
