@@ -183,7 +183,7 @@ def test_words_that_are_no_overrides(words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "0"], "--run.steps = '0': input should be greater than or equal to 1"),
+        (["--steps", "-1"], "--run.steps = '-1': input should be greater than or equal to 0"),
         (["--steps", "many"], "--run.steps = 'many': input should be a valid integer"),
         (["--run-ahead", "-1"], "--schedule.run-ahead = '-1': input should be greater than or equal to 0"),
         (["--run-ahead", "inf"], "--schedule.run-ahead = 'inf': input should be a finite number"),
@@ -198,8 +198,8 @@ def test_unfit_values_of_the_command_line(words, message):
 
 
 def test_an_unfit_value_of_a_recipe_names_the_file(recipe):
-    path = recipe("[run]\nsteps = 0\n")
-    assert refusal(path) == f"{path}: run.steps = 0: input should be greater than or equal to 1"
+    path = recipe("[run]\nsteps = -1\n")
+    assert refusal(path) == f"{path}: run.steps = -1: input should be greater than or equal to 0"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ TABLES = st.dictionaries(
     template=TEXT,
     system=st.none() | TEXT,
     params=TABLES,
-    stop=st.lists(TEXT, max_size=3),
+    stop=st.lists(TEXT.filter(bool), max_size=3),
     end_tokens=st.none() | st.lists(TEXT, max_size=2),
     learning_rate=st.floats(0, 10),
     group_size=st.integers(1, 9),

@@ -86,11 +86,9 @@ def _describe_greedy(examinations: Sequence[dict[str, Any]]) -> list[str]:
         return []
     first, last = examinations[0], examinations[-1]
     lines = [f"greedy accuracy  {_with_interval(first)}" + (f" -> {_with_interval(last)}" if last is not first else "")]
-    if last is not first:
-        lines.append(
-            f"                 of which format alone gives {first['format_alone']:.3f}: before, counting right"
-        )
-        lines.append("                 results wherever an answer holds them")
+    lines.append(
+        f"format alone     {first['format_alone']:.3f} (the first answers, right results counted wherever they stand)"
+    )
     return [*lines, f"                 ({first['num']} held-out prompts, 95 % intervals)"]
 
 
