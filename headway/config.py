@@ -199,7 +199,7 @@ class Schedule(Section):
     batch_size: int = Field(default=32, ge=1, description="rollouts per train step")
     group_size: int = Field(default=1, ge=1, description="rollouts per prompt")
     run_ahead: float = Field(default=1.0, ge=0, description="batches that generation may run ahead; 0 is synchronous")
-    max_lag: int | None = Field(default=None, ge=0, description="rollouts trained with a larger lag are counted")
+    max_lag: int | None = Field(default=None, ge=0, description="rollouts whose lag reaches it are counted")
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Schedule:

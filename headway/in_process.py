@@ -19,7 +19,7 @@ from headway.data import PromptSource, load_items, split_items
 from headway.generate.episode import Episodes, Sampling
 from headway.generate.torch_engine import TorchEngine
 from headway.models.batch import Batch
-from headway.models.cores import Cores, FixedCores, SharedCores
+from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
 from headway.objectives.named import Objective
 from headway.prepare.credit import assign_credit
@@ -102,7 +102,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         cores=trainer_cores,
     )
     if checkpoint:
-        _restore(trainer, source, checkpoint)
+        _restore(trainer, source, config, checkpoint)
     engine_policy = load_policy(config.model.path, config.model.device)
     sampling = Sampling(
         max_new_tokens=answer_tokens,
@@ -128,7 +128,15 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     )
 
 
-def _restore(trainer: LocalTrainer, source: PromptSource, checkpoint: Checkpoint) -> None:
+def _restore(trainer: LocalTrainer, source: PromptSource, config: Config, checkpoint: Checkpoint) -> None:
+    """Load the trainer's state. Groups are counted in batches and prompts by group, so neither may have changed."""
+    for name in ("batch_size", "group_size"):
+        before, now = checkpoint.progress[name], getattr(config.schedule, name)
+        if before != now:
+            raise UserError(
+                f"schedule.{name} is {now}, and was {before} in the run that wrote {checkpoint.folder}: resume with "
+                f"--schedule.{name.replace('_', '-')} {before}, or start a new run from its model"
+            )
     if checkpoint.progress["data"] != source.fingerprint:
         raise UserError(
             f"the prompts are not those of the run that wrote {checkpoint.folder}: resume with the same data and seed"
@@ -140,8 +148,8 @@ def _claims(config: Config) -> tuple[Cores, Cores]:
     """The engine's and the trainer's claim to CPU cores."""
     threads = config.run.threads or os.cpu_count() or 1
     if config.run.share_cores:
-        shared = SharedCores(threads)
-        return shared, shared.another()
+        pool = CorePool(threads)
+        return SharedCores(pool), SharedCores(pool)
     return FixedCores(threads), FixedCores(threads)
 
 
@@ -185,6 +193,7 @@ class InProcessStages:
                     "reward": score.reward,
                     "outcome": score.outcome,
                     "detail": score.detail,
+                    "misplaced": score.misplaced,
                     "finish": rollout.finish,
                 }
             )

@@ -7,7 +7,7 @@ Two faces of one system:
 - `Generator` and `Trainer` are the boundary to the model: `sample`, `forward`, `forward_backward`, `optim_step`,
   `save`/`load`. The real stages are made of them, and so can a loop of your own be.
 
-Every implementation, doubles included, passes the conformance tests in `tests/contract/`.
+Every `Generator` passes the conformance tests in `tests/contract/`; doubles and real stages run through one loop.
 """
 
 from __future__ import annotations
@@ -130,15 +130,27 @@ class Generator(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """Of a batch's N trained tokens, on the CPU: log-prob and entropy under the current weights, and their loss.
+
+    logp_N, entropy_N: float32 tensors without gradient; loss: a number (None where none was asked for).
+    """
+
+    logp_N: Any
+    entropy_N: Any
+    loss: float | None = None
+
+
 class Trainer(Protocol):
     """The weights being optimised, in fp32, with their optimizer."""
 
-    def forward(self, batch: Any) -> Any:
-        """Log-prob of every trained token of `batch` under the current weights, without gradients."""
+    def forward(self, batch: Any) -> ForwardResult:
+        """Every trained token of `batch` (a `models.batch.MicroBatch`) under the current weights, without gradients."""
         ...
 
-    def forward_backward(self, batch: Any, loss: Any) -> Mapping[str, Any]:
-        """Add the gradient of `loss` on `batch`; gradients accumulate until `optim_step`."""
+    def forward_backward(self, batch: Any, loss: Any) -> ForwardResult:
+        """Add the gradient of `loss(logp_N, batch)`; gradients accumulate until `optim_step`."""
         ...
 
     def optim_step(self) -> Mapping[str, Any]:

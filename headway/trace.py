@@ -14,6 +14,7 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 | `trained` | a train step ended | version (the new one), metrics |
 | `publishing` | the new weights leave the trainer | version |
 | `published` | every engine has acknowledged them | version |
+| `saving`, `saved` | a checkpoint is begun, and is whole on disk | version |
 | `examined` | an examination is complete | version, num, num_unscored, num_correct, mean_reward |
 | `ended` | the run is over | reason |
 """

@@ -17,9 +17,6 @@ FinishReason = Literal["stop", "length", "aborted"]
 Outcome = Literal["scored", "grader_error", "grader_timeout"]
 """What happened to a rollout in scoring. A wrong answer is `scored` with a low reward; the others have no reward."""
 
-MISPLACED = "misplaced"
-"""`Score.detail` of an answer that holds the right result where it does not count: a better format would earn it."""
-
 
 class UserError(ValueError):
     """Something the user can mend. The message is one line: what was wrong, where, and the nearest valid choice."""
@@ -88,11 +85,16 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A scorer's word on one rollout. `reward` is None exactly when `outcome` is not "scored"."""
+    """A scorer's word on one rollout.
+
+    reward: None exactly when `outcome` is not "scored". detail: what went wrong. misplaced: whether a wrong answer holds
+    the right result where it doesn't count, so that a better format would earn the reward; None: the scorer can't say.
+    """
 
     reward: float | None
     outcome: Outcome = "scored"
     detail: str = ""
+    misplaced: bool | None = None
 
     def __post_init__(self) -> None:
         assert (self.reward is None) == (self.outcome != "scored"), "a score has a reward if and only if it is scored"

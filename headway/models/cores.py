@@ -44,26 +44,51 @@ class FixedCores:
         yield self._num_threads
 
 
-class SharedCores:
-    """One of several workers' claims to the same `total` cores; `another()` makes a further one's."""
+class CorePool:
+    """`total` cores that several workers share, each through `SharedCores` of its own."""
 
     def __init__(self, total: int) -> None:
-        self._pool = _Pool(total)
-
-    def another(self) -> SharedCores:
-        claim = SharedCores(self._pool.total)
-        claim._pool = self._pool
-        return claim
+        self._free = self._total = total
+        self._num_busy = 0
+        self._changed = threading.Condition()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        with self._pool.changed:
-            self._pool.num_busy += 1
+        with self._changed:
+            self._num_busy += 1
         try:
             yield
         finally:
-            with self._pool.changed:
-                self._pool.num_busy -= 1
+            with self._changed:
+                self._num_busy -= 1
+
+    def take_fair_part(self) -> int:
+        """Waits until a fair part is free. Who waits is busy, so whoever holds more gets less at its next unit."""
+        with self._changed:
+            assert self._num_busy, "a unit of work stands inside a busy block"
+            while self._free < self._fair_part():
+                self._changed.wait()
+            part = self._fair_part()
+            self._free -= part
+            return part
+
+    def _fair_part(self) -> int:
+        return max(1, self._total // self._num_busy)
+
+    def give_back(self, held: int) -> None:
+        with self._changed:
+            self._free += held
+            self._changed.notify_all()
+
+
+class SharedCores:
+    """One worker's claim to the cores of a pool."""
+
+    def __init__(self, pool: CorePool) -> None:
+        self._pool = pool
+
+    def busy(self) -> AbstractContextManager[None]:
+        return self._pool.busy()
 
     @contextmanager
     def unit(self) -> Iterator[int]:
@@ -73,28 +98,3 @@ class SharedCores:
             yield held
         finally:
             self._pool.give_back(held)
-
-
-class _Pool:
-    def __init__(self, total: int) -> None:
-        self.total = self.free = total
-        self.num_busy = 0
-        self.changed = threading.Condition()
-
-    def take_fair_part(self) -> int:
-        """Waits until a fair part is free. Who waits is busy, so whoever holds more gets less at its next unit."""
-        with self.changed:
-            assert self.num_busy, "a unit of work stands inside a busy block"
-            while self.free < self._fair_part():
-                self.changed.wait()
-            part = self._fair_part()
-            self.free -= part
-            return part
-
-    def _fair_part(self) -> int:
-        return max(1, self.total // self.num_busy)
-
-    def give_back(self, held: int) -> None:
-        with self.changed:
-            self.free += held
-            self.changed.notify_all()

@@ -83,25 +83,38 @@ def loss(
     proximal_N = logp_N.detach() if proximal_N is None else proximal_N
     advantage_N = torch.where(kept_N, advantage_N, 0.0)
     ratio_N = weights.log_ratio(proximal_N.detach(), behaviour_N, kept_N).exp()
-    importance_N = _importance(objective, ratio_N)
+    importance_N = WEIGHTS[objective.weight](objective, ratio_N)
     rho_N = weights.log_ratio(logp_N, proximal_N, kept_N).exp()
-    surrogate_N, clipped_N = _surrogate(objective, rho_N, advantage_N)
+    surrogate_N, clipped_N = SURROGATES[objective.surrogate](objective, rho_N, advantage_N)
     loss_N = importance_N * surrogate_N
     truncated_N = ratio_N > (objective.weight_cap if objective.weight == "truncated" else torch.inf)
     aux = TokenAux(ratio_N, importance_N, rho_N.detach(), truncated_N, clipped_N, loss_N.detach())
     return reduce.weighted_sum(loss_N, weight_N), aux
 
 
-def _importance(objective: Objective, ratio_N: Tensor) -> Tensor:
-    if objective.weight == "none":
-        return torch.ones_like(ratio_N)
+def _no_weight(objective: Objective, ratio_N: Tensor) -> Tensor:
+    return torch.ones_like(ratio_N)
+
+
+def _truncated(objective: Objective, ratio_N: Tensor) -> Tensor:
     return weights.truncated(ratio_N, objective.weight_cap)
 
 
-def _surrogate(objective: Objective, rho_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss per token, and where its gradient is stopped."""
-    if objective.surrogate == "policy_gradient":
-        return surrogates.policy_gradient(rho_N, advantage_N), torch.zeros_like(rho_N, dtype=torch.bool)
+def _policy_gradient(objective: Objective, rho_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    return surrogates.policy_gradient(rho_N, advantage_N), torch.zeros_like(rho_N, dtype=torch.bool)
+
+
+def _clipped(objective: Objective, rho_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
     clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
     clipped_N = surrogates.clip_acts(rho_N.detach(), advantage_N, *clip)
     return surrogates.clipped(rho_N, advantage_N, *clip), clipped_N
+
+
+WEIGHTS: dict[str, Callable[[Objective, Tensor], Tensor]] = {"none": _no_weight, "truncated": _truncated}
+"""Name -> the weight of each token, from its ratio w."""
+
+SURROGATES: dict[str, Callable[[Objective, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "policy_gradient": _policy_gradient,
+    "clipped": _clipped,
+}
+"""Name -> the loss of each token, and where its gradient is stopped."""

@@ -15,8 +15,8 @@ class StepMetrics:
     """A listener that hands `write` one flat row for every train step (and one for every examination).
 
     Rows of steps: version (the new one), at_s, step_s (since the batch before was trained), lag_mean, lag_max,
-    token_lag, over_max_lag (rollouts whose lag exceeds schedule.max_lag, when that is set), generated_tokens_per_s and
-    trained_tokens_per_s (since the step before), and whatever the train step reported by name.
+    token_lag, reached_max_lag (rollouts whose lag reaches schedule.max_lag, when that is set), generated_tokens_per_s
+    and trained_tokens_per_s (since the step before), and whatever the train step reported by name.
     Rows of examinations: version, at_s, examined (prompts scored), greedy_reward, greedy_accuracy.
     """
 
@@ -55,7 +55,7 @@ class StepMetrics:
             "generated_tokens_per_s": self._generated_tokens / step_s if step_s else 0.0,
         }
         if self._max_lag is not None:
-            row["over_max_lag"] = sum(lag > self._max_lag for lag in lags)
+            row["reached_max_lag"] = sum(lag >= self._max_lag for lag in lags)
         if "trained_tokens" in metrics and step_s:
             row["trained_tokens_per_s"] = metrics["trained_tokens"] / step_s
         return {**row, **metrics}

@@ -10,7 +10,6 @@ from headway.reports.interval import wilson
 from headway.reports.record import RunRecord
 from headway.reports.wording import duration
 from headway.trace import Event
-from headway.types import MISPLACED
 
 REWARD_STEPS = 5
 """The last reward is the mean of so many steps, or of half of the steps of a short run; the first is of one step."""
@@ -21,7 +20,7 @@ def outcome(run: RunRecord) -> dict[str, Any]:
 
     reward_first: mean reward of the first train step; reward_last: of the last `last_steps`; greedy: one entry per
     examination (version, correct, num, accuracy, low and high of the 95 % interval, format_alone: the accuracy if every
-    right result counted wherever the answer holds it).
+    right result counted wherever the answer holds it, None where the scorer can't say).
     """
     figures: dict[str, Any] = {
         "ended": run.ended,
@@ -52,6 +51,7 @@ def last_steps(run: RunRecord) -> int:
 def _examined(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     correct, num = event["num_correct"], event["num"]
     low, high = wilson(correct, num)
+    misplaced = num_misplaced(event, answers)
     return {
         "version": event["version"],
         "correct": correct,
@@ -59,14 +59,15 @@ def _examined(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]
         "accuracy": correct / num,
         "low": low,
         "high": high,
-        "format_alone": (correct + num_misplaced(event, answers)) / num,
+        "format_alone": None if misplaced is None else (correct + misplaced) / num,
     }
 
 
-def num_misplaced(event: Event, answers: Sequence[dict[str, Any]]) -> int:
-    """Wrong answers of an examination that hold the right result where it doesn't count."""
-    details = {row.get("uid"): row.get("detail") for row in answers if row["version"] == event["version"]}
-    return sum(detail == MISPLACED for detail in details.values())  # a resumed run may have asked twice
+def num_misplaced(event: Event, answers: Sequence[dict[str, Any]]) -> int | None:
+    """Wrong answers of an examination that hold the right result where it doesn't count; None: the scorer can't say."""
+    marks = {row.get("uid"): row.get("misplaced") for row in answers if row["version"] == event["version"]}
+    known = [mark for mark in marks.values() if mark is not None]  # by uid: a resumed run may have asked twice
+    return sum(known) if known else None
 
 
 def describe(figures: dict[str, Any]) -> str:
@@ -86,9 +87,9 @@ def _describe_greedy(examinations: Sequence[dict[str, Any]]) -> list[str]:
         return []
     first, last = examinations[0], examinations[-1]
     lines = [f"greedy accuracy  {_with_interval(first)}" + (f" -> {_with_interval(last)}" if last is not first else "")]
-    lines.append(
-        f"format alone     {first['format_alone']:.3f} (the first answers, right results counted wherever they stand)"
-    )
+    if first["format_alone"] is not None:
+        shown = f"{first['format_alone']:.3f}"
+        lines.append(f"format alone     {shown} (the first answers, right results counted wherever they stand)")
     return [*lines, f"                 ({first['num']} held-out prompts, 95 % intervals)"]
 
 

@@ -303,11 +303,9 @@ def _notes(run: RunRecord) -> str:
     failed = sum(event.kind == "failed" for event in run.events)
     if failed:
         notes.append(f"{failed} group{'s' * (failed > 1)} could not be trained: too few of the rollouts were scored.")
-    skipped = sum(row.get("skipped_steps") or 0 for row in run.steps)
+    skipped = max((row.get("skipped_steps") or 0 for row in run.steps), default=0)  # each row counts from the start
     if skipped:
         notes.append(f"{skipped:g} optimizer step(s) were skipped because a gradient was not finite.")
-    if run.setting("objective.unsound"):
-        notes.append("The objective was run with unsound = true: its combination of parts is one that is refused.")
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
 
 

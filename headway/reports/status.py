@@ -94,6 +94,12 @@ class Status:
     def _on_published(self, _: Event) -> None:
         self._enter("generating")
 
+    def _on_saving(self, _: Event) -> None:
+        self._enter("saving")
+
+    def _on_saved(self, _: Event) -> None:
+        self._enter("generating")
+
     def _on_ended(self, event: Event) -> None:
         self._forget_in_flight()
         self._enter(f"ended: {event['reason']}")
@@ -124,6 +130,8 @@ class Status:
             return f"training step {self.version + 1} for {since}"
         if self._stage == "publishing":
             return f"publishing version {self.version} for {since}"
+        if self._stage == "saving":
+            return f"saving version {self.version} for {since}"
         steps_done = self.version >= self.num_steps
         return "" if self._stage == "trained" or steps_done else self._missing()
 

@@ -19,7 +19,7 @@ from headway.stages import Generated, Reference, Scored
 from headway.trace import Trace
 from headway.types import Outcome, Receipt
 
-_GENERATED, _SCORED, _TRAINED, _PUBLISHED = range(4)
+_GENERATED, _SCORED, _TRAINED, _PUBLISHED, _SAVED = range(5)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +118,7 @@ class Ledger:
         self.idle_lanes = list(range(settings.lanes))
         self.batch: list[Group] | None = None
         self.unpublished: Reference = None
-        self.publishing = False
+        self.publishing = self.saving = False
         self.examination: Examination | None = None
         self._open_group: Group | None = None
         self._next_group = 0
@@ -133,7 +133,7 @@ class Ledger:
     def _resume(self, progress: Mapping[str, Any]) -> None:
         """Groups that were started but not resolved are started again: counters begin where the resolved ones end.
 
-        A version is saved before it is published and examined, so an examination that is due then is held (again).
+        A version is saved before it is examined to the end, so an examination that is due then is held (again).
         """
         self.trained = self.published = self.saved = progress["version"]
         self._watermark = self._next_group = progress["watermark"]
@@ -158,13 +158,13 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        """All steps are done and so is the last examination."""
-        return self.steps_done and self.examination is None
+        """All steps are done, and so are the last checkpoint and the last examination."""
+        return self.steps_done and self.examination is None and not self.save_due and not self.saving
 
     @property
     def trainer_busy(self) -> bool:
-        """From the moment a batch is taken until its weights are published."""
-        return self.batch is not None
+        """From the moment a batch is taken until its weights are published, and while they are written to disk."""
+        return self.batch is not None or self.saving
 
     @property
     def group_open(self) -> bool:
@@ -186,6 +186,8 @@ class Ledger:
         """What a resume needs: every group below the watermark, and those listed above it, are trained or released."""
         return {
             "version": self.trained,
+            "batch_size": self.settings.batch_size,
+            "group_size": self.settings.group_size,
             "watermark": self._watermark,
             "resolved_above": sorted(self._resolved_above),
             "groups_released": self.groups_released,
@@ -204,6 +206,9 @@ class Ledger:
 
     def report_published(self) -> None:
         self._report(_PUBLISHED, 0, self._published)
+
+    def report_saved(self) -> None:
+        self._report(_SAVED, 0, self._saved)
 
     def _report(self, rank: int, index: int, apply: Callable[..., None], *what: Any) -> None:
         self._reports.append((self._now(), rank, index, apply, what))
@@ -281,6 +286,10 @@ class Ledger:
         self.publishing, self.batch = False, None
         self._trace.emit("published", at_s, version=self.published)
 
+    def _saved(self, at_s: float) -> None:
+        self.saving = False
+        self._trace.emit("saved", at_s, version=self.saved)
+
     def _examined(self, at_s: float, reward: float | None) -> None:
         examination = self.examination
         assert examination is not None, "an answer arrived for an examination that is over"
@@ -341,8 +350,9 @@ class Ledger:
         return weights
 
     def save(self) -> dict[str, Any]:
-        """The newest weights are checkpointed, with this account of the run."""
-        self.saved = self.trained
+        """The published weights go to disk, with this account of the run; no batch is taken meanwhile."""
+        self.saved, self.saving = self.published, True
+        self._trace.emit("saving", self._now(), version=self.saved)
         return self.progress()
 
     def examine(self) -> RolloutTicket:
@@ -350,16 +360,17 @@ class Ledger:
         assert self.examination is not None, "no examination is open"
         member = self.examination.num_started
         self.examination.num_started += 1
-        return self._hand_over(RolloutTicket(-1 - member, member, 0, -1, self.published, self._now(), examination=True))
+        index = -1 - member  # rollouts that are trained count from 0 up
+        return self._hand_over(index, group=member, member=0, examination=True)
 
     def start(self) -> RolloutTicket:
         """Hand the first free lane the next member of the open group, or the first one of a new group."""
         group = self._open_group or self._new_group()
-        ticket = RolloutTicket(self.rollouts_started, group.index, len(group.members), -1, self.published, self._now())
+        ticket = self._hand_over(self.rollouts_started, group=group.index, member=len(group.members))
         self.rollouts_started += 1
         group.members.append(ticket)
         self._open_group = group if len(group.members) < group.size else None
-        return self._hand_over(ticket)
+        return ticket
 
     def _new_group(self) -> Group:
         group = self.active[self._next_group] = Group(self._next_group, self.settings.group_size)
@@ -372,9 +383,17 @@ class Ledger:
         while self._next_group in self._resolved_above:
             self._next_group += 1
 
-    def _hand_over(self, ticket: RolloutTicket) -> RolloutTicket:
-        ticket.lane = heapq.heappop(self.idle_lanes)
-        self.running[ticket.index] = ticket
+    def _hand_over(self, index: int, *, group: int, member: int, examination: bool = False) -> RolloutTicket:
+        ticket = RolloutTicket(
+            index=index,
+            group=group,
+            member=member,
+            lane=heapq.heappop(self.idle_lanes),
+            version=self.published,
+            started_s=self._now(),
+            examination=examination,
+        )
+        self.running[index] = ticket
         self._trace.emit(
             "started",
             ticket.started_s,

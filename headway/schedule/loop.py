@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from headway.clock import Bell
 from headway.schedule.ledger import Group, Ledger, RolloutTicket
@@ -33,15 +34,12 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
     async def publish(weights: Reference) -> None:
         with named(f"publishing version {ledger.trained}"):
             await stages.sync(weights, ledger.trained)
-            if ledger.save_due:
-                await stages.save(ledger.save())
             ledger.report_published()
 
-    async def save_the_end() -> None:
-        """Groups that fail after the last step can be what ends the data."""
-        with named("saving the last version"):
-            if ledger.save_due:
-                await stages.save(ledger.save())
+    async def save(progress: Mapping[str, Any]) -> None:
+        with named(f"saving version {progress['version']}"):
+            await stages.save(progress)
+            ledger.report_saved()
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -52,6 +50,8 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
             while not ledger.done:
                 if groups := rules.batch(ledger):
                     begin(step(ledger.take(groups)), "train step")
+                if rules.may_save(ledger):
+                    begin(save(ledger.save()), "save")
                 if rules.may_publish(ledger):
                     begin(publish(ledger.publish()), "publish")
                     bell.ring()  # a sync that takes no time is over before lanes are filled
@@ -62,7 +62,6 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
                         begin(rollout(ticket := ledger.start()), ticket_name(ticket))
                 await bell.wait()  # something was reported, and all else of this instant too
                 ledger.settle()
-            await save_the_end()
             raise _RunEnded
     except* _RunEnded:
         pass

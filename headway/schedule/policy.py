@@ -19,7 +19,7 @@ class Rules:
 
     def batch(self, ledger: Ledger) -> list[Group] | None:
         """The first groups that finished, once they are enough for the idle trainer; the rest when the data end."""
-        if ledger.trainer_busy or ledger.steps_done:
+        if ledger.trainer_busy or ledger.steps_done or ledger.save_due:
             return None
         size = ledger.settings.groups_per_batch
         data_ended = ledger.exhausted and len(ledger.active) == len(ledger.ready)
@@ -30,6 +30,10 @@ class Rules:
     def may_publish(self, ledger: Ledger) -> bool:
         """New weights are there, and nobody is being examined under the old ones."""
         return ledger.trained > ledger.published and not ledger.publishing and ledger.examination is None
+
+    def may_save(self, ledger: Ledger) -> bool:
+        """A checkpoint is due, and the trainer holds what was published."""
+        return ledger.save_due and not ledger.trainer_busy
 
     def may_examine(self, ledger: Ledger) -> bool:
         """A lane is free and the open examination has an unasked prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headway.types import MISPLACED, Prompt, Score, UserError
+from headway.types import Prompt, Score, UserError
 
 _NUMBER = re.compile(
     r"""
@@ -43,11 +43,6 @@ def parse_number(text: str) -> str | None:
     return None if match is None else _spelling(match)
 
 
-def has_number(text: str) -> bool:
-    """Whether there is a number to compare at all: what an answer earns for its format alone."""
-    return _NUMBER.search(text) is not None
-
-
 def _spelling(match: re.Match[str]) -> str:
     """Two numbers are equal exactly when these are: no leading or trailing zeros, no plus, no minus zero.
 
@@ -82,8 +77,8 @@ class NumberVerifier:
         right = parse_number(prompt.answer)
         numbers = all_numbers(text)
         if numbers and numbers[-1] == right:
-            return Score(1.0)
-        return Score(0.0, detail=MISPLACED if right in numbers else "")
+            return Score(1.0, misplaced=False)
+        return Score(0.0, misplaced=right in numbers)
 
     async def close(self) -> None:
         pass

@@ -17,6 +17,7 @@ from headway.models.cores import Cores, FixedCores
 from headway.models.distribution import token_logprobs
 from headway.models.policy import Policy
 from headway.models.weights import assign_weights
+from headway.stages import ForwardResult
 
 Loss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logp_N with gradient, the micro-batch) -> a scalar: the part of the batch's loss that these tokens make."""
@@ -47,20 +48,18 @@ class LocalTrainer:
         self._steps_taken = self._steps_skipped = 0
 
     @torch.no_grad()
-    def forward(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> logp_N and entropy_N, on the CPU."""
+    def forward(self, batch: MicroBatch) -> ForwardResult:
         with self._cores.unit():
             logp_N, entropy_N = self._logprobs(batch.to(self._policy.device))
-        return logp_N.cpu(), entropy_N.cpu()
+        return ForwardResult(logp_N.cpu(), entropy_N.cpu())
 
-    def forward_backward(self, batch: MicroBatch, loss: Loss) -> dict[str, Any]:
-        """-> loss (a float), logp_N and entropy_N of the policy before the step, detached and on the CPU."""
+    def forward_backward(self, batch: MicroBatch, loss: Loss) -> ForwardResult:
         with self._cores.unit():
             batch = batch.to(self._policy.device)
             logp_N, entropy_N = self._logprobs(batch)
             value = loss(logp_N, batch)
             value.backward()
-        return {"loss": value.item(), "logp_N": logp_N.detach().cpu(), "entropy_N": entropy_N.detach().cpu()}
+        return ForwardResult(logp_N.detach().cpu(), entropy_N.detach().cpu(), value.item())
 
     def _logprobs(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         plan = PackedAttention(batch.segments, self._policy.device)

@@ -37,17 +37,17 @@ def train_step(trainer: Trainer, objective: Objective, batch: Batch) -> StepResu
         if not len(micro.target_N):
             continue
         result = trainer.forward_backward(micro, lambda logp_N, micro: micro_batch_loss(objective, logp_N, micro))
-        total_loss += result["loss"]
+        total_loss += result.loss or 0.0
         diagnostics.add(
-            result["logp_N"],
+            result.logp_N,
             micro.behaviour_N,
             torch.ones_like(micro.target_N, dtype=torch.bool),
             micro.lag_N,
             micro.position_N,
             micro.advantage_N,
-            result["entropy_N"],
+            result.entropy_N,
         )
-        log_ratio_N = (result["logp_N"] - micro.behaviour_N).tolist()
+        log_ratio_N = (result.logp_N - micro.behaviour_N).tolist()
         for rollout, log_ratio in zip(micro.rollout_N.tolist(), log_ratio_N, strict=True):
             log_ratios[rollout].append(log_ratio)
     step = trainer.optim_step()

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from headway.models.cores import FixedCores, SharedCores
+from headway.models.cores import CorePool, FixedCores, SharedCores
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def _threads_as_before():
 
 
 def test_a_lone_worker_has_all_cores_and_two_have_half_each() -> None:
-    first = SharedCores(4)
-    second = first.another()
+    pool = CorePool(4)
+    first, second = SharedCores(pool), SharedCores(pool)
     with first.busy():
         with first.unit():
             assert torch.get_num_threads() == 4
@@ -33,8 +33,8 @@ def test_a_lone_worker_has_all_cores_and_two_have_half_each() -> None:
 
 
 def test_who_comes_second_waits_until_the_first_ends_its_unit() -> None:
-    first = SharedCores(2)
-    second = first.another()
+    pool = CorePool(2)
+    first, second = SharedCores(pool), SharedCores(pool)
     order: list[str] = []
 
     def come_second() -> None:
@@ -53,7 +53,7 @@ def test_who_comes_second_waits_until_the_first_ends_its_unit() -> None:
 
 @pytest.mark.parametrize("total", [1, 2, 3, 8])
 def test_no_core_is_ever_held_twice(total: int) -> None:
-    pool = SharedCores(total)
+    pool = CorePool(total)
     held, most, lock = [0], [0], threading.Lock()
 
     def work(claim: SharedCores) -> None:
@@ -67,7 +67,7 @@ def test_no_core_is_ever_held_twice(total: int) -> None:
                         with lock:
                             held[0] -= mine
 
-    workers = [threading.Thread(target=work, args=(pool.another(),)) for _ in range(3)]
+    workers = [threading.Thread(target=work, args=(SharedCores(pool),)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

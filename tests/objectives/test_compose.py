@@ -210,3 +210,11 @@ def test_diagnostics_do_not_depend_on_the_split_or_the_order(batch, data):
         split.add(*(column[part] for column in columns))
     assert split.result() == whole.result()
     assert whole.result()["tokens"] == int(batch.mask_N.sum())
+
+
+def test_every_name_of_a_part_has_its_part_and_no_other():
+    assert (set(compose.ADVANTAGES), set(compose.WEIGHTS)) == (set(ADVANTAGES), set(WEIGHTS))
+    assert set(compose.SURROGATES) == set(SURROGATES)
+    tokens = {"mask_N": torch.ones(2, dtype=torch.bool), "rollout_N": torch.tensor([0, 1])}
+    for name in REDUCTIONS:
+        assert compose.token_weights(objective("grpo", reduction=name, length=4), group_R=torch.zeros(2), **tokens)

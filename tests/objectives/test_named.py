@@ -8,8 +8,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from headway.objectives import compose
-from headway.objectives.named import ADVANTAGES, PRESETS, objective
+from headway.objectives.named import PRESETS, objective
 
 
 def test_grpo():
@@ -68,10 +67,6 @@ def test_a_description_is_frozen_and_compares_by_value():
 def test_what_is_not_valid_is_refused_with_the_nearest_choice(name, overrides, message):
     with pytest.raises(ValueError, match=message):
         objective(name, **overrides)
-
-
-def test_every_named_advantage_is_resolved():
-    assert set(ADVANTAGES) == set(compose.ADVANTAGES)
 
 
 def test_reading_the_names_imports_no_torch():

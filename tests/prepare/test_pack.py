@@ -99,7 +99,7 @@ def test_b11_packed_log_probs_are_those_of_the_row_before():
     ]
     (micro,) = packed(groups).micro_batches
     trainer = LocalTrainer(make_bigram(B11_LOGITS), Train(), temperature=1.0, num_steps=1)
-    logp_N, _ = trainer.forward(micro)
+    logp_N = trainer.forward(micro).logp_N
     expected = [-1.407606, -2.407606, -1.407606, -0.407606, -2.407606]
     assert logp_N.tolist() == pytest.approx(expected, abs=1e-5)
     assert logp_N.sum().item() == pytest.approx(-8.038030, abs=1e-5)
@@ -260,7 +260,7 @@ def packed_gradients(
     trainer = LocalTrainer(policy, Train(), temperature=temperature, num_steps=1)
     policy.model.zero_grad()
     losses = [
-        trainer.forward_backward(micro, lambda logp_N, micro: micro_batch_loss(by, logp_N, micro))["loss"]
+        trainer.forward_backward(micro, lambda logp_N, micro: micro_batch_loss(by, logp_N, micro)).loss
         for micro in batch.micro_batches
         if len(micro.target_N)
     ]

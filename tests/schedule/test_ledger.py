@@ -215,7 +215,9 @@ def test_a_taken_batch_counts_as_resolved_only_when_it_is_trained():
     assert account.ledger.progress()["watermark"] == 0
     account.trained()
     account.ledger.settle()
-    assert account.ledger.progress() == {"version": 1, "watermark": 1, "resolved_above": [], "groups_released": 0}
+    sizes = {"batch_size": 1, "group_size": 1}
+    resolved = {"watermark": 1, "resolved_above": [], "groups_released": 0}
+    assert account.ledger.progress() == {"version": 1, **sizes, **resolved}
 
 
 def test_an_examination_is_outside_every_count():
@@ -240,12 +242,19 @@ def test_saving_marks_the_version():
     account.trained()
     ledger.settle()
     assert ledger.save_due
+    ledger.publish()
+    ledger.report_published()
+    ledger.settle()
     assert ledger.save() == ledger.progress()
-    assert not ledger.save_due
+    assert (ledger.save_due, ledger.saving, ledger.trainer_busy, ledger.done) == (False, True, True, False)
+    ledger.report_saved()
+    ledger.settle()
+    assert (ledger.saving, ledger.trainer_busy, ledger.done) == (False, False, True)
 
 
 def test_groups_resolved_above_the_watermark_are_not_started_again():
-    progress = {"version": 1, "watermark": 2, "resolved_above": [3, 4, 6], "groups_released": 1}
+    sizes = {"batch_size": 2, "group_size": 1}
+    progress = {"version": 1, **sizes, "watermark": 2, "resolved_above": [3, 4, 6], "groups_released": 1}
     account = Account(progress=progress, num_groups=9, lanes=9)
     groups = []
     while not account.ledger.exhausted:

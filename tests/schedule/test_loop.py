@@ -344,7 +344,7 @@ def failing(verb):
         ("prepare", "in train step 1"),
         ("train", "in train step 1"),
         ("sync", "in publishing version 1"),
-        ("save", "in publishing version 1"),
+        ("save", "in saving version 1"),
     ],
 )
 def test_a_stage_that_raises_ends_the_run_and_a_note_says_where(verb, place):

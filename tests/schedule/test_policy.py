@@ -148,6 +148,12 @@ def test_no_batch_after_the_last_step():
     ledger.publish()
     ledger.report_published()
     ledger.settle()
+    assert rules.may_save(ledger)
+    assert rules.batch(ledger) is None
+    ledger.save()
+    assert not rules.may_save(ledger)
+    ledger.report_saved()
+    ledger.settle()
     assert ledger.done
     assert rules.batch(ledger) is None
     assert not rules.may_start(ledger)

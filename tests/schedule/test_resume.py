@@ -1,5 +1,6 @@
 """A run that is killed and resumed trains the groups that an uninterrupted one trains, each of them once."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -30,9 +31,10 @@ def test_a_worked_account():
     """Hand-sized example: groups 0 and 2 are trained first, so that group 1 is open below group 2."""
     case = Case(lanes=2, groups_per_batch=2, run_ahead=1, steps=2, lengths=(1, 3, 1))
     _, saved = saved_on_the_way(case)
+    sizes = {"batch_size": 2, "group_size": 1}
     assert saved == [
-        {"version": 1, "watermark": 1, "resolved_above": [2], "groups_released": 0},
-        {"version": 2, "watermark": 4, "resolved_above": [], "groups_released": 0},
+        {"version": 1, **sizes, "watermark": 1, "resolved_above": [2], "groups_released": 0},
+        {"version": 2, **sizes, "watermark": 4, "resolved_above": [], "groups_released": 0},
     ]
 
 
@@ -136,22 +138,22 @@ def test_the_last_version_is_saved_when_groups_that_fail_after_it_end_the_data()
     assert versions_saved(case, save_every=1) == [1]
 
 
-def test_a_version_is_saved_before_anyone_samples_from_it_officially():
-    """So a kill in between never loses a step that rollouts name."""
-    order = []
-
-    class Notes(Plain):
+def test_saving_holds_back_the_next_batch_and_nothing_else():
+    class SavesSlowly(Plain):
         async def save(self, progress):
-            order.append(("saved", progress["version"]))
+            await super().save(progress)
+            await asyncio.sleep(5.0)
 
-        async def generate(self, ticket):
-            order.append(("sampled", ticket.version))
-            return await super().generate(ticket)
-
-    case = Case(steps=4)
-    play(case, Notes(case), save_every=1)
-    for version in (1, 2, 3):
-        assert order.index(("saved", version)) < order.index(("sampled", version))
+    case = Case(steps=3)
+    at_once, slow = play(case, save_every=1), play(case, SavesSlowly(case), save_every=1)
+    for played in (at_once, slow):
+        saves = [(event.at_s, event["version"]) for event in played.of("saving")]
+        assert saves == [(event.at_s, event["version"]) for event in played.of("published")]
+    ends = {event["version"]: event.at_s for event in slow.of("saved")}
+    for event in slow.of("taken"):
+        assert event["version"] == 0 or event.at_s >= ends[event["version"]]
+    first_saving = slow.of("saving")[0].at_s
+    assert any(event["version"] == 1 and event.at_s == first_saving for event in slow.of("started"))
 
 
 # Examinations of a resumed run
@@ -162,7 +164,7 @@ def examined(played):
 
 
 def test_a_resumed_run_holds_the_examinations_that_were_still_to_come():
-    """The account of version 2 is saved before version 2 is published and examined."""
+    """The account of version 2 is saved before version 2 is examined to the end."""
     case = Case(steps=4)
     _, saved = saved_on_the_way(case)
     assert examined(play(case, progress=saved[0], examination_size=2, examine_every=2)) == [2, 4]

@@ -78,6 +78,11 @@ def equal(one: Any, other: Any) -> bool:
         ({"schedule": "linear", "warmup_steps": 6}, [0.1 * n / 6 for n in (1, 2, 3, 4, 5, 6)] + [0.1, 0]),
     ],
 )
+def logprobs_and_entropy(trainer: LocalTrainer) -> tuple[torch.Tensor, torch.Tensor]:
+    result = trainer.forward(micro_batch())
+    return result.logp_N, result.entropy_N
+
+
 def test_the_learning_rate_of_every_step_of_six_and_two_beyond(settings, rates):
     trainer = make_trainer(make_bigram([[0.0, 1.0], [1.0, 0.0]]), num_steps=6, learning_rate=0.1, **settings)
     assert [trainer.optim_step()["learning_rate"] for _ in range(8)] == pytest.approx(rates, abs=1e-6)
@@ -158,7 +163,7 @@ def test_weight_decay_is_decoupled_from_the_gradient():
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_log_probs_are_the_models_own_at_the_sampling_temperature(policy, temperature):
     trainer = make_trainer(policy, temperature=temperature)
-    logp_N, entropy_N = trainer.forward(micro_batch())
+    logp_N, entropy_N = logprobs_and_entropy(trainer)
     prompt_tokens = prompt("1+2=").tokens
     expected = [own_logprobs(policy, prompt_tokens, answer, temperature) for answer in ([3, 27], [4, 5, 6])]
     torch.testing.assert_close(logp_N, torch.cat(expected), atol=1e-5, rtol=0)
@@ -168,12 +173,12 @@ def test_log_probs_are_the_models_own_at_the_sampling_temperature(policy, temper
 
 def test_forward_and_forward_backward_agree(policy):
     trainer = make_trainer(policy)
-    logp_N, entropy_N = trainer.forward(micro_batch())
+    logp_N, entropy_N = logprobs_and_entropy(trainer)
     result = trainer.forward_backward(micro_batch(), raise_logprobs)
-    assert torch.equal(result["logp_N"], logp_N)
-    assert torch.equal(result["entropy_N"], entropy_N)
-    assert result["loss"] == pytest.approx(-logp_N.sum().item())
-    assert not result["logp_N"].requires_grad
+    assert torch.equal(result.logp_N, logp_N)
+    assert torch.equal(result.entropy_N, entropy_N)
+    assert result.loss == pytest.approx(-logp_N.sum().item())
+    assert not result.logp_N.requires_grad
 
 
 # ---- precision
