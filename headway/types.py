@@ -87,8 +87,8 @@ class Rollout:
 class Score:
     """A scorer's word on one rollout.
 
-    reward: None exactly when `outcome` is not "scored". detail: what went wrong. misplaced: whether a wrong answer holds
-    the right result where it doesn't count, so that a better format would earn the reward; None: the scorer can't say.
+    reward: None exactly when `outcome` is not "scored". detail: what went wrong. misplaced: whether a wrong answer
+    holds the right result where it doesn't count, so that a better format would earn it; None: the scorer can't say.
     """
 
     reward: float | None

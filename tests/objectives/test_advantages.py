@@ -1,4 +1,4 @@
-"""Advantages: cases B04 and B05, the golden vectors, and what a baseline must not notice."""
+"""Advantages: cases B04 and B05, values worked by hand, and what a baseline must not notice."""
 
 from __future__ import annotations
 

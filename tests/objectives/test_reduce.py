@@ -1,4 +1,4 @@
-"""Named denominators: cases B01, B02 and B06, and the golden vector."""
+"""Named denominators: cases B01, B02 and B06, and values worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ratios, truncation and clips: case B07 and the golden vectors."""
+"""Ratios, truncation and clips: case B07 and values worked by hand."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Scripted:
 def test_the_number_scorer():
     scorer = make_scorer(ScoreSettings(scorer="number"), [PROMPT])
     assert asyncio.run(scorer.score(PROMPT, "4")).reward == 1.0
-    assert asyncio.run(scorer.score(PROMPT, "5")) == Score(0.0)
+    assert asyncio.run(scorer.score(PROMPT, "5")).reward == 0.0
     asyncio.run(scorer.close())
 
 
