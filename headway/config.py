@@ -77,7 +77,7 @@ class Run(Section):
     name: str = Field(default="run", description="names the run's folder unless run.out is given")
     out: str | None = Field(default=None, description="the run's folder; default runs/NAME-DATE-TIME")
     seed: int = Field(default=0, description="root of every random choice of the run")
-    steps: int = Field(default=100, ge=0, description="train steps, unless the data end before; 0: only examine")
+    steps: int = Field(default=100, ge=0, description="train steps, unless the data end before; 0: only evaluate")
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of engine and trainer; default as many as cores"
     )

@@ -52,7 +52,7 @@ class Parts:
     scorer: Scorer
     objective: Objective
     sampling: Sampling
-    examination: Sampling
+    evaluation: Sampling
     version: int
 
     @asynccontextmanager
@@ -90,8 +90,8 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         )
 
     answer_tokens = config.generate.max_new_tokens
-    examination_tokens = config.evaluate.max_new_tokens or answer_tokens
-    training, held_out = render(split.training, answer_tokens), render(split.held_out, examination_tokens)
+    evaluation_tokens = config.evaluate.max_new_tokens or answer_tokens
+    training, held_out = render(split.training, answer_tokens), render(split.held_out, evaluation_tokens)
     source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
     engine_cores, trainer_cores = _claims(config)
     trainer = LocalTrainer(
@@ -123,7 +123,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         scorer=make_scorer(config.score, training + held_out),  # last: it starts processes
         objective=objective,
         sampling=sampling,
-        examination=replace(sampling, max_new_tokens=examination_tokens, temperature=0.0),
+        evaluation=replace(sampling, max_new_tokens=evaluation_tokens, temperature=0.0),
         version=checkpoint.progress["version"] if checkpoint else 0,
     )
 
@@ -168,7 +168,7 @@ class InProcessStages:
             version=parts.version,
         )
         self._episodes = Episodes(
-            self._engine, parts.source, parts.held_out, parts.sampling, parts.examination, config.run.seed
+            self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
         )
         self._sync = MemorySync(self._engine, config.sync.verify)
 
@@ -182,8 +182,8 @@ class InProcessStages:
 
     async def score(self, ticket: Ticket, rollout: Rollout) -> Scored:
         score = await self._parts.scorer.score(rollout.prompt, rollout.text)
-        if ticket.examination:
-            self._folder.examinations(
+        if ticket.evaluation:
+            self._folder.evaluations(
                 {
                     "version": ticket.version,
                     "uid": rollout.prompt.uid,

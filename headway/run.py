@@ -84,8 +84,8 @@ def sizes(config: Config, *, num_groups: int | None = None) -> Settings:
         group_size=config.schedule.group_size,
         steps=config.run.steps,
         num_groups=num_groups,
-        examination_size=config.evaluate.size,
-        examine_every=config.evaluate.every,
+        evaluation_size=config.evaluate.size,
+        evaluate_every=config.evaluate.every,
         save_every=config.checkpoint.every,
     )
 
@@ -133,7 +133,7 @@ def train(resolved: Resolved, path: Path, *, resume: bool = False) -> None:
     """
     chosen = chosen_objective(resolved.config)
     checkpoint = newest_checkpoint(path / CHECKPOINTS) if resume else None
-    with ProgressLine(examination_size=resolved.config.evaluate.size) as progress_line:
+    with ProgressLine(evaluation_size=resolved.config.evaluate.size) as progress_line:
         progress_line.phase("importing torch and transformers")
         from headway.in_process import compose
 

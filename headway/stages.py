@@ -27,14 +27,14 @@ class Ticket(Protocol):
     """A rollout's place in the schedule, as a stage sees it.
 
     index: the rollout's number in order of start; group, member: which answer to which prompt it is; version: the
-    newest published weights when it started; examination: True for a held-out prompt that is answered greedily.
+    newest published weights when it started; evaluation: True for a held-out prompt that is answered greedily.
     """
 
     index: int
     group: int
     member: int
     version: int
-    examination: bool
+    evaluation: bool
     ref: Reference
 
 

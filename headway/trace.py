@@ -6,7 +6,7 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 | kind | when | fields |
 |---|---|---|
 | `run` | first, and again when a run is resumed | lanes, batch_size, group_size, run_ahead, steps, max_lag, seed, version, clock |
-| `started` | a rollout is handed to a lane | rollout, group, member, lane, version, examination (held-out and greedy) |
+| `started` | a rollout is handed to a lane | rollout, group, member, lane, version, evaluation (held-out and greedy) |
 | `generated` | its lane is free again | rollout, lane, prompt, tokens, prompt_tokens, versions ([version, tokens] runs), finish |
 | `scored` | its scorer has answered | rollout, group, outcome, reward |
 | `failed` | a group can't be trained; its slots are released | group, prompt, reason |
@@ -15,7 +15,7 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 | `publishing` | the new weights leave the trainer | version |
 | `published` | every engine has acknowledged them | version |
 | `saving`, `saved` | a checkpoint is begun, and is whole on disk | version |
-| `examined` | an examination is complete | version, num, num_unscored, num_correct, mean_reward |
+| `evaluated` | an evaluation is complete | version, num, num_unscored, num_correct, mean_reward |
 | `ended` | the run is over | reason |
 """
 

@@ -76,7 +76,7 @@ def test_a_run_leaves_its_whole_folder(workplace: Path, model_folder: Path):
         "trace.jsonl",
         "metrics.jsonl",
         "rollouts.jsonl",
-        "examinations.jsonl",
+        "evaluations.jsonl",
         "checkpoints",
         "model",
     }
@@ -88,7 +88,7 @@ def test_a_run_leaves_its_whole_folder(workplace: Path, model_folder: Path):
 
 
 def check_metrics(metrics: Sequence[dict[str, Any]]) -> None:
-    steps = [row for row in metrics if "examined" not in row]
+    steps = [row for row in metrics if "evaluated" not in row]
     assert [row["version"] for row in steps] == [1, 2, 3, 4]
     for row in steps:
         assert row["num_rollouts"] == 4
@@ -97,7 +97,7 @@ def check_metrics(metrics: Sequence[dict[str, Any]]) -> None:
         assert {"loss", "reward_mean", "learning_rate", "entropy", "ess_share", "trained_tokens"} <= row.keys()
         assert row["lag_max"] <= 3
     assert steps[0]["mismatch_kl_k3"] < 1e-9, "numerics alone: every token is of version 0"
-    assert [(row["version"], row["examined"]) for row in metrics if "examined" in row] == [(0, 4), (2, 4), (4, 4)]
+    assert [(row["version"], row["evaluated"]) for row in metrics if "evaluated" in row] == [(0, 4), (2, 4), (4, 4)]
 
 
 def check_rollouts(rollouts: Sequence[dict[str, Any]]) -> None:
@@ -109,11 +109,11 @@ def check_rollouts(rollouts: Sequence[dict[str, Any]]) -> None:
 
 
 def check_model(out: Path, model_folder: Path) -> None:
-    """Plain `transformers` gives the greedy answers that the engine gave in the last examination."""
+    """Plain `transformers` gives the greedy answers that the engine gave in the last evaluation."""
     trained, base = (fingerprint(load_policy(str(folder), "cpu").weights()) for folder in (out / "model", model_folder))
     assert trained != base
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out / "model"), load_tokenizer(str(out / "model"))
-    last = [row for row in rows(out / "examinations.jsonl") if row["version"] == 4]
+    last = [row for row in rows(out / "evaluations.jsonl") if row["version"] == 4]
     assert len(last) == 4
     for row in last:
         ids = tokenizer(row["prompt"], return_tensors="pt")

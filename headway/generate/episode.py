@@ -24,21 +24,21 @@ class Sampling:
 class Episodes:
     """Single-turn episodes: one prompt, one answer.
 
-    Training tickets take the prompt of their group; examination tickets take a held-out prompt, and are sampled as
-    `examination` says.
+    Training tickets take the prompt of their group; evaluation tickets take a held-out prompt, and are sampled as
+    `evaluation` says.
     """
 
     engine: Generator
     source: PromptSource
     held_out: Sequence[Prompt]
     sampling: Sampling
-    examination: Sampling
+    evaluation: Sampling
     seed: int
 
     async def generate(self, ticket: Ticket) -> Generated:
         """-> a `Rollout` as reference. Its random numbers are keyed by (seed, prompt, epoch, member, turn)."""
-        if ticket.examination:
-            prompt, epoch, sampling = self.held_out[ticket.group], 0, self.examination
+        if ticket.evaluation:
+            prompt, epoch, sampling = self.held_out[ticket.group], 0, self.evaluation
         else:
             (prompt, epoch), sampling = self.source.at(ticket.group), self.sampling
         turn = 0

@@ -106,7 +106,7 @@ def band(rows: Sequence[Row], low: Column, high: Column, label: str, alpha: floa
 
 def _x_steps(figure: go.Figure, run: RunRecord, **where: Any) -> None:
     """The x axis: from version 0, before the first step, to the newest; with room for a mark at either end."""
-    last = max([1, *(row["version"] for row in run.steps), *(event["version"] for event in run.examinations)])
+    last = max([1, *(row["version"] for row in run.steps), *(event["version"] for event in run.evaluations)])
     figure.update_xaxes(range=[-0.015 * last, 1.015 * last], dtick=1 if last <= 12 else None)
     figure.update_xaxes(title={"text": "train step", "standoff": 8}, **where)
 
@@ -115,10 +115,10 @@ def _x_steps(figure: go.Figure, run: RunRecord, **where: Any) -> None:
 
 
 def reward(run: RunRecord) -> go.Figure | None:
-    """Mean reward of the sampled rollouts with a band of one std, and greedy accuracy where it was examined."""
+    """Mean reward of the sampled rollouts with a band of one std, and greedy accuracy where it was evaluated."""
     steps = rows(run)
     sampled = has(steps, "reward_mean")
-    if not sampled and not run.examinations:
+    if not sampled and not run.evaluations:
         return None
     figure = go.Figure()
     if sampled:
@@ -128,7 +128,7 @@ def reward(run: RunRecord) -> go.Figure | None:
             figure.add_trace(band(steps, *ends, "± one std of the rollouts", 0.12))
         figure.add_trace(line(steps, "reward_mean", "sampled reward, mean", BLUE))
     shared = all(0 <= value <= 1 for value in column(steps, "reward_mean") if value is not None)
-    if run.examinations:
+    if run.evaluations:
         figure.add_trace(_greedy(run, "y" if shared else "y2"))
     house_style(figure, 360)
     _x_steps(figure, run)
@@ -151,11 +151,11 @@ def _plus(mean: Column, std: Column, sign: int, run: RunRecord) -> Column:
 
 
 def _greedy(run: RunRecord, axis: str) -> go.Scatter:
-    examined = [event for event in run.examinations if event["num"]]
-    shares = [event["num_correct"] / event["num"] for event in examined]
-    ends = [wilson(event["num_correct"], event["num"]) for event in examined]
+    evaluated = [event for event in run.evaluations if event["num"]]
+    shares = [event["num_correct"] / event["num"] for event in evaluated]
+    ends = [wilson(event["num_correct"], event["num"]) for event in evaluated]
     return go.Scatter(
-        x=[event["version"] for event in examined],
+        x=[event["version"] for event in evaluated],
         y=shares,
         yaxis=axis,
         name="greedy accuracy, held out (95 % interval)",
@@ -168,7 +168,7 @@ def _greedy(run: RunRecord, axis: str) -> go.Scatter:
             "thickness": 1.2,
             "width": 4,
         },
-        hovertext=[f"{event['num_correct']} of {event['num']} correct" for event in examined],
+        hovertext=[f"{event['num_correct']} of {event['num']} correct" for event in evaluated],
         hovertemplate="%{y:.1%} (%{hovertext})<extra>greedy accuracy</extra>",
     )
 
@@ -359,8 +359,8 @@ def utilization(run: RunRecord) -> go.Figure | None:
     steps = thinned(_busy_rows(run), MAX_POINTS)
     figure = go.Figure()
     figure.add_trace(line(steps, "lanes", "lanes generating", BLUE))
-    if has(steps, "examining") and any(column(steps, "examining")):
-        figure.add_trace(line(steps, "examining", "lanes answering an examination", GREY, dash="dot"))
+    if has(steps, "evaluating") and any(column(steps, "evaluating")):
+        figure.add_trace(line(steps, "evaluating", "lanes answering an evaluation", GREY, dash="dot"))
     figure.add_trace(line(steps, "trainer", "trainer computing", ORANGE))
     house_style(figure, 300)
     _x_steps(figure, run)
@@ -373,8 +373,8 @@ def _busy_rows(run: RunRecord) -> list[Row]:
     lines = run.timeline
     ends = [(span.version + 1, span.ended_s) for span in lines.trainer if span.finished]
     edges = [0.0, *(ended_s for _, ended_s in ends)]
-    rollouts = [span for lane in lines.lanes for span in lane if not span.examination]
-    answers = [span for lane in lines.lanes for span in lane if span.examination]
+    rollouts = [span for lane in lines.lanes for span in lane if not span.evaluation]
+    answers = [span for lane in lines.lanes for span in lane if span.evaluation]
     widths = [after - before for before, after in pairwise(edges)]
     busy = zip(
         (version for version, _ in ends),
@@ -384,8 +384,8 @@ def _busy_rows(run: RunRecord) -> list[Row]:
         strict=True,
     )
     newest = {
-        version: {"version": version, "lanes": lanes, "examining": examining, "trainer": trainer}
-        for version, lanes, examining, trainer in busy
+        version: {"version": version, "lanes": lanes, "evaluating": evaluating, "trainer": trainer}
+        for version, lanes, evaluating, trainer in busy
     }
     return [newest[row["version"]] for row in run.steps if row["version"] in newest]
 

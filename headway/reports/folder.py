@@ -4,9 +4,9 @@
 |---|---|
 | `config.toml` | the effective configuration, each value with its origin |
 | `trace.jsonl` | every event (`headway.trace`) |
-| `metrics.jsonl` | a row of figures per train step and per examination |
+| `metrics.jsonl` | a row of figures per train step and per evaluation |
 | `rollouts.jsonl` | some trained rollouts of every step, token by token |
-| `examinations.jsonl` | every greedy answer to a held-out prompt |
+| `evaluations.jsonl` | every greedy answer to a held-out prompt |
 | `checkpoints/` | what the run can be resumed from |
 | `model/` | the trained policy, a Hugging Face folder |
 | `run.json` | the outcome |
@@ -32,7 +32,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rollouts = JsonLines(path / "rollouts.jsonl")
-        self.examinations = JsonLines(path / "examinations.jsonl")
+        self.evaluations = JsonLines(path / "evaluations.jsonl")
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._trace = TraceFile(path / "trace.jsonl")
 
@@ -52,7 +52,7 @@ class RunFolder:
         (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")
 
     def close(self) -> None:
-        for file in (self.rollouts, self.examinations, self._metrics, self._trace):
+        for file in (self.rollouts, self.evaluations, self._metrics, self._trace):
             file.close()
 
 

@@ -110,20 +110,20 @@ def _bars(spans: Sequence[Span], rows: Sequence[float], texts: Sequence[str], **
 
 
 def _lane_bars(shown: Drawing, unit: str) -> list[go.Bar]:
-    """One trace per colour (the legend), one for examinations."""
+    """One trace per colour (the legend), one for evaluations."""
     placed = [(row, span) for row, lane in enumerate(shown.lanes) for span in lane]
     num_colors = len(VERSION_COLORS)
     traces: list[go.Bar] = []
     for number, color in enumerate(VERSION_COLORS):
-        bars = [(row, span) for row, span in placed if not span.examination and span.version % num_colors == number]
+        bars = [(row, span) for row, span in placed if not span.evaluation and span.version % num_colors == number]
         if bars:
             marker = {"color": color, "line": {"color": "white", "width": 0.6}}
             traces.append(_trace_of(bars, _version_label(bars), marker, unit))
-    examination = [(row, span) for row, span in placed if span.examination]
-    if examination:
+    evaluation = [(row, span) for row, span in placed if span.evaluation]
+    if evaluation:
         hatched = {"shape": "/", "fgcolor": GREY, "bgcolor": "#eef1f4", "size": 5, "solidity": 0.25}
         marker = {"color": "#eef1f4", "pattern": hatched, "line": {"color": GREY, "width": 0.4}}
-        traces.append(_trace_of(examination, "examination", marker, unit).update(legend="legend2"))
+        traces.append(_trace_of(evaluation, "evaluation", marker, unit).update(legend="legend2"))
     return traces
 
 
@@ -139,7 +139,7 @@ def _version_label(bars: Sequence[tuple[int, Span]]) -> str:
 
 
 def _rollout_text(span: Span, unit: str) -> str:
-    what = f"examination answer {span.name[1:]}" if span.examination else f"rollout {span.name[1:]}"
+    what = f"evaluation answer {span.name[1:]}" if span.evaluation else f"rollout {span.name[1:]}"
     tokens = f", {span.tokens:g} tokens" if span.tokens and unit == "s" else ""
     return f"{what}, version {span.version}{tokens}<br>{_when(span, unit)}"
 

@@ -12,12 +12,12 @@ from headway.trace import Event, open_lines
 
 
 class StepMetrics:
-    """A listener that hands `write` one flat row for every train step (and one for every examination).
+    """A listener that hands `write` one flat row for every train step (and one for every evaluation).
 
     Rows of steps: version (the new one), at_s, step_s (since the batch before was trained), lag_mean, lag_max,
     token_lag, reached_max_lag (rollouts whose lag reaches schedule.max_lag, when that is set), generated_tokens_per_s
     and trained_tokens_per_s (since the step before), and whatever the train step reported by name.
-    Rows of examinations: version, at_s, examined (prompts scored), greedy_reward, greedy_accuracy.
+    Rows of evaluations: version, at_s, evaluated (prompts scored), greedy_reward, greedy_accuracy.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], object]) -> None:
@@ -38,8 +38,8 @@ class StepMetrics:
         elif event.kind == "trained":
             self._write(self._step_row(event))
             self._last_s, self._generated_tokens = event.at_s, 0.0
-        elif event.kind == "examined":
-            self._write(_examination_row(event))
+        elif event.kind == "evaluated":
+            self._write(_evaluation_row(event))
 
     def _step_row(self, trained: Event) -> dict[str, Any]:
         assert self._taken is not None, "a step was trained that had taken no batch"
@@ -61,11 +61,11 @@ class StepMetrics:
         return {**row, **metrics}
 
 
-def _examination_row(event: Event) -> dict[str, Any]:
+def _evaluation_row(event: Event) -> dict[str, Any]:
     return {
         "version": event["version"],
         "at_s": event.at_s,
-        "examined": event["num"],
+        "evaluated": event["num"],
         "greedy_reward": event["mean_reward"],
         "greedy_accuracy": event["num_correct"] / event["num"] if event["num"] else None,
     }

@@ -19,7 +19,7 @@ def outcome(run: RunRecord) -> dict[str, Any]:
     """Figures of a run, by name.
 
     reward_first: mean reward of the first train step; reward_last: of the last `last_steps`; greedy: one entry per
-    examination (version, correct, num, accuracy, low and high of the 95 % interval, format_alone: the accuracy if every
+    evaluation (version, correct, num, accuracy, low and high of the 95 % interval, format_alone: the accuracy if every
     right result counted wherever the answer holds it, None where the scorer can't say).
     """
     figures: dict[str, Any] = {
@@ -29,7 +29,7 @@ def outcome(run: RunRecord) -> dict[str, Any]:
         "trained_tokens": sum(row.get("trained_tokens") or 0 for row in run.steps),
         "mean_lag": run.figures["mean_lag"],
         "max_lag": run.figures["max_lag"],
-        "greedy": [_examined(event, run.answers) for event in run.examinations if event["num"]],
+        "greedy": [_evaluated(event, run.answers) for event in run.evaluations if event["num"]],
     }
     ends = reward_ends(run)
     if ends:
@@ -48,7 +48,7 @@ def last_steps(run: RunRecord) -> int:
     return min(REWARD_STEPS, max(1, len(run.steps) // 2))
 
 
-def _examined(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _evaluated(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     correct, num = event["num_correct"], event["num"]
     low, high = wilson(correct, num)
     misplaced = num_misplaced(event, answers)
@@ -64,7 +64,7 @@ def _examined(event: Event, answers: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def num_misplaced(event: Event, answers: Sequence[dict[str, Any]]) -> int | None:
-    """Wrong answers of an examination that hold the right result where it doesn't count; None: the scorer can't say."""
+    """Wrong answers of an evaluation that hold the right result where it doesn't count; None: the scorer can't say."""
     marks = {row.get("uid"): row.get("misplaced") for row in answers if row["version"] == event["version"]}
     known = [mark for mark in marks.values() if mark is not None]  # by uid: a resumed run may have asked twice
     return sum(known) if known else None
@@ -82,10 +82,10 @@ def describe(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _describe_greedy(examinations: Sequence[dict[str, Any]]) -> list[str]:
-    if not examinations:
+def _describe_greedy(evaluations: Sequence[dict[str, Any]]) -> list[str]:
+    if not evaluations:
         return []
-    first, last = examinations[0], examinations[-1]
+    first, last = evaluations[0], evaluations[-1]
     lines = [f"greedy accuracy  {_with_interval(first)}" + (f" -> {_with_interval(last)}" if last is not first else "")]
     if first["format_alone"] is not None:
         shown = f"{first['format_alone']:.3f}"
@@ -93,5 +93,5 @@ def _describe_greedy(examinations: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, f"                 ({first['num']} held-out prompts, 95 % intervals)"]
 
 
-def _with_interval(examination: dict[str, Any]) -> str:
-    return f"{examination['accuracy']:.3f} [{examination['low']:.3f}, {examination['high']:.3f}]"
+def _with_interval(evaluation: dict[str, Any]) -> str:
+    return f"{evaluation['accuracy']:.3f} [{evaluation['low']:.3f}, {evaluation['high']:.3f}]"

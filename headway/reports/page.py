@@ -116,13 +116,13 @@ def _hardware_pictures() -> list[Picture]:
             "utilization",
             "Utilisation",
             "Busy share of the time between one step's end and the next.",
-            "lanes near 100 %; dips where an examination holds back the new weights.",
+            "lanes near 100 %; dips where an evaluation holds back the new weights.",
             figures.utilization,
         ),
         Picture(
             "throughput",
             "Throughput",
-            "Tokens sampled (examinations included) and trained per unit of time, step by step.",
+            "Tokens sampled (evaluations included) and trained per unit of time, step by step.",
             "level, and falling only as responses grow longer; sampled and trained stay close.",
             figures.throughput,
         ),
@@ -265,15 +265,15 @@ def _reward_gain(run: RunRecord) -> str:
     return f"the sampled reward went from {ends[0]:.3g} to {ends[1]:.3g}" if ends else ""
 
 
-def _examined(run: RunRecord) -> list[Event]:
-    return [event for event in run.examinations if event["num"]]
+def _evaluated(run: RunRecord) -> list[Event]:
+    return [event for event in run.evaluations if event["num"]]
 
 
 def _accuracy_gain(run: RunRecord) -> str:
-    examined = _examined(run)
-    if not examined:
+    evaluated = _evaluated(run)
+    if not evaluated:
         return ""
-    first, last = examined[0], examined[-1]
+    first, last = evaluated[0], evaluated[-1]
     if first is last:
         return f"greedy accuracy at version {first['version']} was {_accuracy(first)}"
     before, after = (wording.percent(event["num_correct"] / event["num"]) for event in (first, last))
@@ -315,10 +315,10 @@ def _cards(run: RunRecord) -> str:
 
 
 def _accuracy_card(run: RunRecord) -> str:
-    examined = _examined(run)
-    if not examined:
+    evaluated = _evaluated(run)
+    if not evaluated:
         return ""
-    first, last = examined[0], examined[-1]
+    first, last = evaluated[0], evaluated[-1]
     rows = [_accuracy_row("before" if first["version"] == 0 else f"v{first['version']}", first)]
     misplaced = num_misplaced(first, run.answers)
     if misplaced:

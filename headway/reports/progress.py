@@ -26,7 +26,7 @@ class ProgressLine:
     """A trace listener and context manager that shows a run.
 
     On a terminal: one line that a timer keeps fresh, with what the run waits for, and above it one line for every
-    examination and every warning of a train step. Elsewhere: one line per phase, train step and examination, flushed
+    evaluation and every warning of a train step. Elsewhere: one line per phase, train step and evaluation, flushed
     at once. However the block is left, the cursor is back and the last line stands.
 
     >>> import io
@@ -37,12 +37,12 @@ class ProgressLine:
     def __init__(
         self,
         *,
-        examination_size: int | None = None,
+        evaluation_size: int | None = None,
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._status = Status(examination_size, now)
+        self._status = Status(evaluation_size, now)
         self._phase = ""
         self._lock = threading.Lock()  # the timer's thread reads what events change
         self._speaks_unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
@@ -77,8 +77,8 @@ class ProgressLine:
             self._phase = ""
         if event.kind == "trained" and event["metrics"].get("warning"):
             self._say(f"warning: train step {event['version']}: {event['metrics']['warning']}")
-        if event.kind == "examined":
-            self._say(wording.examination(event))
+        if event.kind == "evaluated":
+            self._say(wording.evaluation(event))
         elif not self._live and event.kind == "trained":
             self._print(f"{self._status.figures()}  {self._elapsed()}")
         elif not self._live and event.kind == "ended":

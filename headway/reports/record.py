@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.metrics import StepMetrics
-from headway.reports.summary import Timeline, continuous, kept_examinations, kept_steps, summarise, timeline
+from headway.reports.summary import Timeline, continuous, kept_evaluations, kept_steps, summarise, timeline
 from headway.trace import Event, read_trace
 from headway.types import UserError
 
@@ -28,8 +28,8 @@ class RunRecord:
     """One run.
 
     events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
-    read) and config_text, as written; steps: one row per train step behind the newest weights; examinations: their
-    `examined` events; answers: the greedy answers behind them; rollouts: the kept rollouts in order of training;
+    read) and config_text, as written; steps: one row per train step behind the newest weights; evaluations: their
+    `evaluated` events; answers: the greedy answers behind them; rollouts: the kept rollouts in order of training;
     result: run.json; notes: what was wrong.
     """
 
@@ -38,7 +38,7 @@ class RunRecord:
     config: dict[str, Any]
     config_text: str
     steps: list[Row]
-    examinations: list[Event]
+    evaluations: list[Event]
     answers: list[dict[str, Any]]
     rollouts: list[dict[str, Any]]
     result: dict[str, Any]
@@ -92,8 +92,8 @@ def read_run(folder: Path) -> RunRecord:
         config=_parse_config(config_text, notes),
         config_text=config_text,
         steps=_step_rows(events, _json_lines(folder / "metrics.jsonl", notes)),
-        examinations=kept_examinations(events),
-        answers=_json_lines(folder / "examinations.jsonl", notes),
+        evaluations=kept_evaluations(events),
+        answers=_json_lines(folder / "evaluations.jsonl", notes),
         rollouts=_kept_rollouts(_json_lines(folder / "rollouts.jsonl", notes)),
         result=_parse_result(folder / "run.json", notes),
         notes=notes,
@@ -191,7 +191,7 @@ def _step_rows(events: Sequence[Event], metrics: Iterable[Row]) -> list[Row]:
     listener = StepMetrics(keep)
     for event in events:
         listener(event)
-    of_file = {row["version"]: row for row in metrics if "examined" not in row}
+    of_file = {row["version"]: row for row in metrics if "evaluated" not in row}
     kept = [step.trained["version"] for step in kept_steps(events)]
     return [_numbers({**of_file.get(version, {}), **of_trace[version]}) for version in kept]
 

@@ -17,12 +17,12 @@ MAX_GROUPS_NAMED = 2
 class Status:
     """A listener that can say at any moment where the run stands.
 
-    examination_size: how many answers an examination asks for, which no event says; None leaves it unsaid.
+    evaluation_size: how many answers an evaluation asks for, which no event says; None leaves it unsaid.
     now: the clock of `elapsed_s` and of "since", in seconds; only differences count.
     """
 
-    def __init__(self, examination_size: int | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._examination_size, self._now = examination_size, now
+    def __init__(self, evaluation_size: int | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._evaluation_size, self._now = evaluation_size, now
         self._began_s = now()
         self._metrics = StepMetrics(self._keep_row)
         self._batch_size, self._group_size, self.num_steps = 1, 1, 0
@@ -33,8 +33,8 @@ class Status:
     def _forget_in_flight(self) -> None:
         self._generating: set[int] = set()
         self._scoring: set[int] = set()
-        self._examinees: set[int] = set()
-        self._num_examined = 0
+        self._evaluated: set[int] = set()
+        self._num_evaluated = 0
         self._answers: dict[int, int] = {}
         self._stage, self._since_s = "generating", self._now()
 
@@ -56,8 +56,8 @@ class Status:
 
     def _on_started(self, event: Event) -> None:
         self._generating.add(event["rollout"])
-        if event["examination"]:
-            self._examinees.add(event["rollout"])
+        if event["evaluation"]:
+            self._evaluated.add(event["rollout"])
         else:
             self._answers.setdefault(event["group"], 0)
 
@@ -67,14 +67,14 @@ class Status:
 
     def _on_scored(self, event: Event) -> None:
         self._scoring.discard(event["rollout"])
-        if event["rollout"] in self._examinees:
-            self._examinees.discard(event["rollout"])
-            self._num_examined += 1
+        if event["rollout"] in self._evaluated:
+            self._evaluated.discard(event["rollout"])
+            self._num_evaluated += 1
         elif event["group"] in self._answers:
             self._answers[event["group"]] += 1
 
-    def _on_examined(self, _: Event) -> None:
-        self._num_examined = 0
+    def _on_evaluated(self, _: Event) -> None:
+        self._num_evaluated = 0
 
     def _on_failed(self, event: Event) -> None:
         self._answers.pop(event["group"], None)
@@ -122,7 +122,7 @@ class Status:
         """What must happen for the next version to come out, and what is in flight meanwhile."""
         if self._stage.startswith("ended"):
             return self._stage
-        return "; ".join(part for part in (self._examination(), self._trainer(), self._in_flight()) if part)
+        return "; ".join(part for part in (self._evaluation(), self._trainer(), self._in_flight()) if part)
 
     def _trainer(self) -> str:
         since = duration(self._now() - self._since_s)
@@ -155,16 +155,16 @@ class Status:
         named = ", ".join(f"group {group} has {num} of {self._group_size} answers" for group, num in nearest)
         return f" ({named})" if named else ""
 
-    def _examination(self) -> str:
-        if not self._examinees and not self._num_examined:
+    def _evaluation(self) -> str:
+        if not self._evaluated and not self._num_evaluated:
             return ""
-        who = f"version {self.version} waits for the examination" if self._stage == "trained" else "examination"
-        size = f" of {self._examination_size}" if self._examination_size else ""
-        return f"{who}: {self._num_examined}{size} answers"
+        who = f"version {self.version} waits for the evaluation" if self._stage == "trained" else "evaluation"
+        size = f" of {self._evaluation_size}" if self._evaluation_size else ""
+        return f"{who}: {self._num_evaluated}{size} answers"
 
     def _in_flight(self) -> str:
-        num = len(self._generating - self._examinees)
-        num_scoring = len(self._scoring - self._examinees)
+        num = len(self._generating - self._evaluated)
+        num_scoring = len(self._scoring - self._evaluated)
         parts = [f"{num} rollout{'s' * (num != 1)} in flight"] if num else []
         return ", ".join(parts + ([f"{num_scoring} being scored"] if num_scoring else []))
 

@@ -22,7 +22,7 @@ class Span:
     began_s: float
     ended_s: float
     version: int
-    examination: bool = False
+    evaluation: bool = False
     finished: bool = True
     tokens: float = 0.0
 
@@ -78,20 +78,20 @@ def kept_steps(events: Sequence[Event]) -> list[Step]:
     return [steps[version] for version in sorted(steps)]
 
 
-def kept_examinations(events: Sequence[Event]) -> list[Event]:
-    """The `examined` events of the versions behind the newest weights, one per version, in order."""
-    examinations: dict[int, Event] = {}
+def kept_evaluations(events: Sequence[Event]) -> list[Event]:
+    """The `evaluated` events of the versions behind the newest weights, one per version, in order."""
+    evaluations: dict[int, Event] = {}
     for event in events:
         if event.kind == "run":
             resumed = event.fields.get("version", 0)
-            examinations = {version: old for version, old in examinations.items() if version <= resumed}
-        elif event.kind == "examined":
-            examinations[event["version"]] = event
-    return [examinations[version] for version in sorted(examinations)]
+            evaluations = {version: old for version, old in evaluations.items() if version <= resumed}
+        elif event.kind == "evaluated":
+            evaluations[event["version"]] = event
+    return [evaluations[version] for version in sorted(evaluations)]
 
 
 def timeline(events: Sequence[Event]) -> Timeline:
-    """Lanes (rollouts, and examination answers named e0, e1 ...), trainer (train steps) and syncs of a trace."""
+    """Lanes (rollouts, and evaluation answers named e0, e1 ...), trainer (train steps) and syncs of a trace."""
     assert events, "an empty trace has no timeline"
     assert events[0].kind == "run", "a trace begins with its run event"
     events = continuous(events)
@@ -154,9 +154,9 @@ class _OpenSpans:
 
 
 def _rollout_span(started: Event, ended_s: float, *, finished: bool = True, tokens: float = 0.0) -> Span:
-    examination = bool(started["examination"])
-    name = f"e{started['group']}" if examination else f"r{started['rollout']}"
-    return Span(name, started.at_s, ended_s, started["version"], examination, finished, tokens)
+    evaluation = bool(started["evaluation"])
+    name = f"e{started['group']}" if evaluation else f"r{started['rollout']}"
+    return Span(name, started.at_s, ended_s, started["version"], evaluation, finished, tokens)
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:

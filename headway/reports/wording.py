@@ -24,18 +24,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def interval(examined: Event) -> str:
-    """The 95 % interval of an examination's accuracy, as in '51.8–74.7 %'."""
-    low, high = wilson(examined["num_correct"], examined["num"])
+def interval(evaluated: Event) -> str:
+    """The 95 % interval of an evaluation's accuracy, as in '51.8–74.7 %'."""
+    low, high = wilson(evaluated["num_correct"], evaluated["num"])
     return f"{100 * low:.1f}–{100 * high:.1f} %"
 
 
-def examination(examined: Event) -> str:
-    """One line on an examination."""
-    num, num_unscored = examined["num"], examined["num_unscored"]
-    name = f"examination of version {examined['version']}"
+def evaluation(evaluated: Event) -> str:
+    """One line on an evaluation."""
+    num, num_unscored = evaluated["num"], evaluated["num_unscored"]
+    name = f"evaluation of version {evaluated['version']}"
     unscored = f", {num_unscored} unscored" if num_unscored else ""
     if not num:
         return f"{name}: no answer could be scored{unscored}"
-    share = percent(examined["num_correct"] / num)
-    return f"{name}: {examined['num_correct']} of {num} correct, {share} (95 % interval {interval(examined)}){unscored}"
+    share = percent(evaluated["num_correct"] / num)
+    return (
+        f"{name}: {evaluated['num_correct']} of {num} correct, {share} (95 % interval {interval(evaluated)}){unscored}"
+    )

@@ -1,7 +1,7 @@
 """What has been started, finished, scored, taken, trained and published: a state machine of integers.
 
 Stages *report* (generated, scored, trained, published) in any order; `settle` applies the reports of an instant in
-one fixed order. The loop *decides* (take, publish, save, examine, start), which applies at once. Every transition of
+one fixed order. The loop *decides* (take, publish, save, evaluate, start), which applies at once. Every transition of
 the schedule emits one trace event; whatever a run counts is derived from what stands here or from those events.
 
 No asyncio and no tensors: references are carried, never opened.
@@ -32,7 +32,7 @@ class RolloutTicket:
     lane: int
     version: int
     started_s: float
-    examination: bool = False
+    evaluation: bool = False
     ref: Reference = None
     receipt: Receipt | None = None
     outcome: Outcome | None = None
@@ -59,7 +59,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Examination:
+class Evaluation:
     """Held-out prompts answered greedily under one version; publishing waits until the last is scored."""
 
     version: int
@@ -81,8 +81,8 @@ class Settings:
     group_size: int = 1
     steps: int = 1
     num_groups: int | None = None
-    examination_size: int = 0
-    examine_every: int = 0
+    evaluation_size: int = 0
+    evaluate_every: int = 0
     save_every: int = 0
 
     @property
@@ -119,21 +119,21 @@ class Ledger:
         self.batch: list[Group] | None = None
         self.unpublished: Reference = None
         self.publishing = self.saving = False
-        self.examination: Examination | None = None
+        self.evaluation: Evaluation | None = None
         self._open_group: Group | None = None
         self._next_group = 0
         self._watermark = 0
         self._resolved_above: set[int] = set()
-        self._examined_version: int | None = None
+        self._evaluated_version: int | None = None
         self._reports: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         if progress:
             self._resume(progress)
-        self._open_due_examination()
+        self._open_due_evaluation()
 
     def _resume(self, progress: Mapping[str, Any]) -> None:
         """Groups that were started but not resolved are started again: counters begin where the resolved ones end.
 
-        A version is saved before it is examined to the end, so an examination that is due then is held (again).
+        A version is saved before it is evaluated to the end, so an evaluation that is due then is held (again).
         """
         self.trained = self.published = self.saved = progress["version"]
         self._watermark = self._next_group = progress["watermark"]
@@ -158,8 +158,8 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        """All steps are done, and so are the last checkpoint and the last examination."""
-        return self.steps_done and self.examination is None and not self.save_due and not self.saving
+        """All steps are done, and so are the last checkpoint and the last evaluation."""
+        return self.steps_done and self.evaluation is None and not self.save_due and not self.saving
 
     @property
     def trainer_busy(self) -> bool:
@@ -219,7 +219,7 @@ class Ledger:
         reports, self._reports = self._reports, []
         for at_s, _, _, apply, what in sorted(reports, key=lambda report: report[:3]):
             apply(at_s, *what)
-        self._open_due_examination()
+        self._open_due_evaluation()
 
     def _generated(self, at_s: float, ticket: RolloutTicket, generated: Generated) -> None:
         del self.running[ticket.index]
@@ -245,8 +245,8 @@ class Ledger:
         self._trace.emit(
             "scored", at_s, rollout=ticket.index, group=ticket.group, outcome=scored.outcome, reward=scored.reward
         )
-        if ticket.examination:
-            self._examined(at_s, scored.reward)
+        if ticket.evaluation:
+            self._evaluated(at_s, scored.reward)
         else:
             self._count_member(at_s, self.active[ticket.group])
 
@@ -290,31 +290,31 @@ class Ledger:
         self.saving = False
         self._trace.emit("saved", at_s, version=self.saved)
 
-    def _examined(self, at_s: float, reward: float | None) -> None:
-        examination = self.examination
-        assert examination is not None, "an answer arrived for an examination that is over"
-        examination.rewards.append(reward)
-        if examination.complete:
-            rewards = [reward for reward in examination.rewards if reward is not None]
-            self.examination = None
+    def _evaluated(self, at_s: float, reward: float | None) -> None:
+        evaluation = self.evaluation
+        assert evaluation is not None, "an answer arrived for an evaluation that is over"
+        evaluation.rewards.append(reward)
+        if evaluation.complete:
+            rewards = [reward for reward in evaluation.rewards if reward is not None]
+            self.evaluation = None
             self._trace.emit(
-                "examined",
+                "evaluated",
                 at_s,
-                version=examination.version,
+                version=evaluation.version,
                 num=len(rewards),
-                num_unscored=examination.size - len(rewards),
+                num_unscored=evaluation.size - len(rewards),
                 mean_reward=sum(rewards) / len(rewards) if rewards else None,
                 num_correct=sum(reward >= 1.0 for reward in rewards),
             )
 
-    def _open_due_examination(self) -> None:
+    def _open_due_evaluation(self) -> None:
         """Before the first step, after the last, and every so often between."""
-        every = self.settings.examine_every
+        every = self.settings.evaluate_every
         due = self.published == 0 or self.steps_done or (every and self.published % every == 0)
-        if self.settings.examination_size and due and self.published != self._examined_version:
-            assert self.examination is None, "an examination is due while another is open"
-            self._examined_version = self.published
-            self.examination = Examination(self.published, self.settings.examination_size)
+        if self.settings.evaluation_size and due and self.published != self._evaluated_version:
+            assert self.evaluation is None, "an evaluation is due while another is open"
+            self._evaluated_version = self.published
+            self.evaluation = Evaluation(self.published, self.settings.evaluation_size)
 
     # ---- decisions, in the order the loop takes them
 
@@ -355,13 +355,13 @@ class Ledger:
         self._trace.emit("saving", self._now(), version=self.saved)
         return self.progress()
 
-    def examine(self) -> RolloutTicket:
-        """Lend the first free lane to the open examination. It takes no slot and is outside every count."""
-        assert self.examination is not None, "no examination is open"
-        member = self.examination.num_started
-        self.examination.num_started += 1
+    def evaluate(self) -> RolloutTicket:
+        """Lend the first free lane to the open evaluation. It takes no slot and is outside every count."""
+        assert self.evaluation is not None, "no evaluation is open"
+        member = self.evaluation.num_started
+        self.evaluation.num_started += 1
         index = -1 - member  # rollouts that are trained count from 0 up
-        return self._hand_over(index, group=member, member=0, examination=True)
+        return self._hand_over(index, group=member, member=0, evaluation=True)
 
     def start(self) -> RolloutTicket:
         """Hand the first free lane the next member of the open group, or the first one of a new group."""
@@ -383,7 +383,7 @@ class Ledger:
         while self._next_group in self._resolved_above:
             self._next_group += 1
 
-    def _hand_over(self, index: int, *, group: int, member: int, examination: bool = False) -> RolloutTicket:
+    def _hand_over(self, index: int, *, group: int, member: int, evaluation: bool = False) -> RolloutTicket:
         ticket = RolloutTicket(
             index=index,
             group=group,
@@ -391,7 +391,7 @@ class Ledger:
             lane=heapq.heappop(self.idle_lanes),
             version=self.published,
             started_s=self._now(),
-            examination=examination,
+            evaluation=evaluation,
         )
         self.running[index] = ticket
         self._trace.emit(
@@ -402,6 +402,6 @@ class Ledger:
             member=ticket.member,
             lane=ticket.lane,
             version=ticket.version,
-            examination=ticket.examination,
+            evaluation=ticket.evaluation,
         )
         return ticket

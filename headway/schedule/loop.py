@@ -56,8 +56,8 @@ async def run(stages: Stages, ledger: Ledger, rules: Rules, bell: Bell) -> None:
                     begin(publish(ledger.publish()), "publish")
                     bell.ring()  # a sync that takes no time is over before lanes are filled
                 else:
-                    while rules.may_examine(ledger):
-                        begin(rollout(ticket := ledger.examine()), ticket_name(ticket))
+                    while rules.may_evaluate(ledger):
+                        begin(rollout(ticket := ledger.evaluate()), ticket_name(ticket))
                     while rules.may_start(ledger):
                         begin(rollout(ticket := ledger.start()), ticket_name(ticket))
                 await bell.wait()  # something was reported, and all else of this instant too
@@ -72,7 +72,7 @@ class _RunEnded(Exception):
 
 
 def ticket_name(ticket: RolloutTicket) -> str:
-    return f"examination answer {ticket.group}" if ticket.examination else f"rollout {ticket.index}"
+    return f"evaluation answer {ticket.group}" if ticket.evaluation else f"rollout {ticket.index}"
 
 
 @contextmanager

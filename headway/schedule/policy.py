@@ -28,17 +28,17 @@ class Rules:
         return [ledger.active[index] for _, index in ledger.ready[:size]]
 
     def may_publish(self, ledger: Ledger) -> bool:
-        """New weights are there, and nobody is being examined under the old ones."""
-        return ledger.trained > ledger.published and not ledger.publishing and ledger.examination is None
+        """New weights are there, and nobody is being evaluated under the old ones."""
+        return ledger.trained > ledger.published and not ledger.publishing and ledger.evaluation is None
 
     def may_save(self, ledger: Ledger) -> bool:
         """A checkpoint is due, and the trainer holds what was published."""
         return ledger.save_due and not ledger.trainer_busy
 
-    def may_examine(self, ledger: Ledger) -> bool:
-        """A lane is free and the open examination has an unasked prompt."""
-        examination = ledger.examination
-        return bool(ledger.idle_lanes) and examination is not None and examination.num_started < examination.size
+    def may_evaluate(self, ledger: Ledger) -> bool:
+        """A lane is free and the open evaluation has an unasked prompt."""
+        evaluation = ledger.evaluation
+        return bool(ledger.idle_lanes) and evaluation is not None and evaluation.num_started < evaluation.size
 
     def may_start(self, ledger: Ledger) -> bool:
         """A lane is free, and a group is open or the admission rule lets a new one start."""

@@ -52,7 +52,7 @@ class Doubles:
     async def score(self, ticket: Ticket, rollout: Reference) -> Scored:
         if self._times.score:
             await asyncio.sleep(self._times.score)
-        return Scored(rollout, "scored", None if not ticket.examination else 0.0)
+        return Scored(rollout, "scored", None if not ticket.evaluation else 0.0)
 
     async def prepare(self, groups: Sequence[Sequence[Reference]], version: int) -> Reference:
         return groups

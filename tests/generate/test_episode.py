@@ -25,7 +25,7 @@ class Ticket:
     member: int = 0
     index: int = 0
     version: int = 0
-    examination: bool = False
+    evaluation: bool = False
     ref: object = None
 
 
@@ -60,8 +60,8 @@ def test_a_group_names_its_prompt_and_epoch(group, asked, epoch):
     assert (generated.ref.prompt, generated.ref.epoch, generated.ref.member) == (prompt(asked), epoch, 3)
 
 
-def test_an_examination_is_greedy_over_held_out_prompts():
-    request, generated = episode(Ticket(1, examination=True))
+def test_an_evaluation_is_greedy_over_held_out_prompts():
+    request, generated = episode(Ticket(1, evaluation=True))
     assert (request.prompt, request.temperature) == (prompt("4+4="), 0.0)
     assert (request.end_ids, request.max_new_tokens) == (SAMPLING.end_ids, 20)
     assert generated.ref.prompt == prompt("4+4=")

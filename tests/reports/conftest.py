@@ -58,7 +58,7 @@ def began(version: int, **fields: Any) -> Event:
 
 def rollout_began(at_s: float, rollout: int, lane: int, version: int) -> Event:
     fields = {"rollout": rollout, "group": rollout, "member": 0, "lane": lane, "version": version}
-    return Event("started", at_s, {**fields, "examination": False})
+    return Event("started", at_s, {**fields, "evaluation": False})
 
 
 def rollout_ended(at_s: float, rollout: int, lane: int, tokens: int = 10) -> Event:
@@ -76,15 +76,15 @@ def step(began_s: float, ended_s: float, version: int, lags: list[int], **metric
     ]
 
 
-def examined(at_s: float, version: int, num_correct: int, num: int) -> Event:
+def evaluated(at_s: float, version: int, num_correct: int, num: int) -> Event:
     rest = {"num_unscored": 0, "mean_reward": num_correct / num}
-    return Event("examined", at_s, {"version": version, "num": num, "num_correct": num_correct, **rest})
+    return Event("evaluated", at_s, {"version": version, "num": num, "num_correct": num_correct, **rest})
 
 
 @pytest.fixture
 def make() -> SimpleNamespace:
     """The builders of events above, for a test's own trace."""
-    return SimpleNamespace(began=began, examined=examined, step=step)
+    return SimpleNamespace(began=began, evaluated=evaluated, step=step)
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def resumed() -> list[Event]:
         rollout_ended(1.0, 0, 0),
         *step(1.0, 2.0, 0, [0, 0], reward_mean=0.1),
         *step(3.0, 4.0, 1, [1, 1], reward_mean=0.2),
-        examined(4.5, 2, 1, 10),
+        evaluated(4.5, 2, 1, 10),
         rollout_began(5.0, 4, 0, 2),
         began(1),
         rollout_began(0.0, 2, 1, 1),
         rollout_ended(1.0, 2, 1),
         *step(1.0, 2.0, 1, [0, 1], reward_mean=0.3),
-        examined(2.5, 2, 9, 10),
+        evaluated(2.5, 2, 9, 10),
         Event("ended", 3.0, {"reason": "steps done"}),
     ]

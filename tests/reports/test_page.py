@@ -131,14 +131,14 @@ def test_the_std_band_ends_at_the_rewards_that_were_given(write_run, make) -> No
 def test_the_outcome_in_words(write_run, make) -> None:
     events = [
         make.began(0),
-        make.examined(0.5, 0, 8, 10),
+        make.evaluated(0.5, 0, 8, 10),
         Event("generated", 1.0, {"rollout": 0, "lane": 0, "tokens": 90}),
         *make.step(1.0, 2.0, 0, [0, 0], reward_mean=0.25),
         *make.step(3.0, 4.0, 1, [0, 0], reward_mean=0.75),
-        make.examined(4.5, 2, 10, 10),
+        make.evaluated(4.5, 2, 10, 10),
         Event("ended", 4.5, {"reason": "steps done"}),
     ]
-    events.insert(2, Event("started", 0.5, {"rollout": 0, "group": 0, "lane": 0, "version": 0, "examination": False}))
+    events.insert(2, Event("started", 0.5, {"rollout": 0, "group": 0, "lane": 0, "version": 0, "evaluation": False}))
     assert outcome(read_run(write_run(events))) == (
         "In 2 train steps and 4.5 s (20 tokens per second), the sampled reward went from 0.25 to 0.75, and greedy "
         "accuracy on held-out prompts went from 80.0 % to 100.0 % (95 % intervals 49.0–94.3 % and 72.2–100.0 %)."

@@ -32,8 +32,8 @@ class _Terminal(io.StringIO):
 RUN = Event("run", 0.0, {"batch_size": 8, "group_size": 4, "steps": 5, "version": 0, "max_lag": None})
 
 
-def _started(rollout: int, group: int, examination: bool = False) -> Event:
-    return Event("started", 0.0, {"rollout": rollout, "group": group, "examination": examination})
+def _started(rollout: int, group: int, evaluation: bool = False) -> Event:
+    return Event("started", 0.0, {"rollout": rollout, "group": group, "evaluation": evaluation})
 
 
 def _generated(rollout: int) -> Event:
@@ -104,19 +104,19 @@ def test_the_trainer_s_stages() -> None:
     assert status.waiting() == "ended: steps done"
 
 
-def test_an_examination_counts_its_answers() -> None:
-    answers = [_started(-1 - n, n, examination=True) for n in range(3)]
-    status = _fed(RUN, *answers, _generated(-1), _scored(-1, 0), examination_size=3)
-    assert status.waiting() == "examination: 1 of 3 answers; waiting for 2 of 2 groups"
+def test_an_evaluation_counts_its_answers() -> None:
+    answers = [_started(-1 - n, n, evaluation=True) for n in range(3)]
+    status = _fed(RUN, *answers, _generated(-1), _scored(-1, 0), evaluation_size=3)
+    assert status.waiting() == "evaluation: 1 of 3 answers; waiting for 2 of 2 groups"
     status(_started(0, 0))
     status(_taken(0, []))
     status(_trained(1))
-    assert status.waiting() == "version 1 waits for the examination: 1 of 3 answers; 1 rollout in flight"
+    assert status.waiting() == "version 1 waits for the evaluation: 1 of 3 answers; 1 rollout in flight"
     for n in (1, 2):
         status(_generated(-1 - n))
         status(_scored(-1 - n, n))
-    status(Event("examined", 5.0, {"version": 0, "num": 3, "num_correct": 1, "num_unscored": 0, "mean_reward": 0.3}))
-    assert "examination" not in status.waiting()
+    status(Event("evaluated", 5.0, {"version": 0, "num": 3, "num_correct": 1, "num_unscored": 0, "mean_reward": 0.3}))
+    assert "evaluation" not in status.waiting()
 
 
 def test_figures_leave_out_what_was_not_reported() -> None:
@@ -135,18 +135,18 @@ def test_a_resumed_run_begins_anew() -> None:
 
 def test_plain_lines(simulated) -> None:
     stream, clock = io.StringIO(), _Clock()
-    with ProgressLine(stream=stream, now=clock, examination_size=1) as progress:
+    with ProgressLine(stream=stream, now=clock, evaluation_size=1) as progress:
         progress.phase("loading the model ...")
         for event in simulated("--lanes", "2", "--batch-size", "2", "--steps", "2", "--evaluate.size", "1"):
             clock.now_s = 200.0 + event.at_s
             progress(event)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading the model ..."
-    assert lines[1] == "examination of version 0: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)"
+    assert lines[1] == "evaluation of version 0: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)"
     assert [line.split("  ")[0] for line in lines[2:]] == [
         "step 1/2",
         "step 2/2",
-        "examination of version 2: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)",
+        "evaluation of version 2: 0 of 1 correct, 0.0 % (95 % interval 0.0–79.3 %)",
         "ended: steps done",
     ]
     assert re.fullmatch(r"step 1/2  \d+ tok/s  lag 0 \(max 0\)  0:0\d", lines[2])
@@ -156,10 +156,10 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     with ProgressLine(stream=io.TextIOWrapper(raw, encoding="ascii")) as progress:
         progress(
-            Event("examined", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 2, "mean_reward": 0.8})
+            Event("evaluated", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 2, "mean_reward": 0.8})
         )
     assert (
-        raw.getvalue() == b"examination of version 0: 8 of 10 correct, 80.0 % (95 % interval 49.0-94.3 %), 2 unscored\n"
+        raw.getvalue() == b"evaluation of version 0: 8 of 10 correct, 80.0 % (95 % interval 49.0-94.3 %), 2 unscored\n"
     )
 
 
@@ -185,13 +185,13 @@ def test_a_terminal_gets_one_line_and_its_cursor_back(terminal: _Terminal) -> No
     assert "step 0/5  | waiting for 2 of 2 groups | 0:00" in said.split("\x1b[?25h")[0]
 
 
-def test_examinations_stay_above_the_line(terminal: _Terminal) -> None:
+def test_evaluations_stay_above_the_line(terminal: _Terminal) -> None:
     with ProgressLine(stream=terminal) as progress:
         progress(RUN)
         progress(
-            Event("examined", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 0, "mean_reward": 0.8})
+            Event("evaluated", 1.0, {"version": 0, "num": 10, "num_correct": 8, "num_unscored": 0, "mean_reward": 0.8})
         )
-    assert "examination of version 0: 8 of 10 correct" in terminal.getvalue()
+    assert "evaluation of version 0: 8 of 10 correct" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "19", "20", "21"])

@@ -13,7 +13,7 @@ from headway.types import UserError
 
 
 def test_rows_come_from_the_trace_and_what_only_the_file_knows(simulated, write_run) -> None:
-    metrics = [{"version": 1, "at_s": 0.0, "extra": 7, "lag_max": 99}, {"version": 1, "examined": 4, "at_s": 0.0}]
+    metrics = [{"version": 1, "at_s": 0.0, "extra": 7, "lag_max": 99}, {"version": 1, "evaluated": 4, "at_s": 0.0}]
     steps = read_run(write_run(simulated(), metrics=metrics)).steps
     assert [row["version"] for row in steps] == [1, 2]
     assert [row["step_s"] for row in steps] == [3.0, 1.0]

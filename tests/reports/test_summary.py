@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.reports.summary import Span, continuous, kept_examinations, kept_steps, summarise, timeline
+from headway.reports.summary import Span, continuous, kept_evaluations, kept_steps, summarise, timeline
 from headway.trace import Event
 
 
@@ -23,9 +23,9 @@ def test_timeline_names_spans_and_marks_what_did_not_finish(simulated) -> None:
     assert lines.resumed_s == []
 
 
-def test_examination_answers_are_marked(simulated) -> None:
+def test_evaluation_answers_are_marked(simulated) -> None:
     lines = timeline(simulated("--lanes", "2", "--batch-size", "2", "--steps", "1", "--evaluate.size", "1"))
-    answers = [span for lane in lines.lanes for span in lane if span.examination]
+    answers = [span for lane in lines.lanes for span in lane if span.evaluation]
     assert [span.name for span in answers] == ["e0", "e0"]
     assert [span.version for span in answers] == [0, 1]
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_follows_what_was_before(resumed: list[Event]) -> None:
 
 def test_a_resumed_run_keeps_the_steps_behind_its_newest_weights(resumed: list[Event]) -> None:
     assert [step.trained["metrics"]["reward_mean"] for step in kept_steps(resumed)] == [0.1, 0.3]
-    assert [event["num_correct"] for event in kept_examinations(resumed)] == [9]
+    assert [event["num_correct"] for event in kept_evaluations(resumed)] == [9]
     figures = summarise(resumed)
     assert figures["lags"] == [[0, 0], [0, 1]]
     assert figures["mean_lag"] == 0.25
@@ -61,4 +61,4 @@ def test_steps_lost_in_a_kill_and_not_trained_again_are_gone(resumed: list[Event
     second_run = next(number for number, event in enumerate(resumed) if number and event.kind == "run")
     killed_again = resumed[: second_run + 3]
     assert [step.trained["version"] for step in kept_steps(killed_again)] == [1]
-    assert kept_examinations(killed_again) == []
+    assert kept_evaluations(killed_again) == []

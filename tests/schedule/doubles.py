@@ -45,7 +45,7 @@ class Plain:
     async def score(self, ticket, rollout) -> Scored:
         assert rollout == ticket.index
         await self.wait(self.case.score_time(abs(ticket.index)))
-        if ticket.examination:
+        if ticket.evaluation:
             return Scored(rollout, "scored", float(ticket.group % 2))
         scored = self.case.is_scored(ticket.group, ticket.member)
         return Scored(rollout, "scored", 1.0) if scored else Scored(rollout, "grader_error", None)
@@ -168,7 +168,7 @@ def history_of(played: Played) -> History:
         starts=[
             (event.at_s, *(event[name] for name in ("rollout", "group", "member", "lane", "version")))
             for event in played.of("started")
-            if not event["examination"]
+            if not event["evaluation"]
         ],
         batches=[(event.at_s, event["rollouts"], event["lags"]) for event in played.of("taken")],
         failed=[(event.at_s, event["group"]) for event in played.of("failed")],

@@ -51,7 +51,7 @@ def test_a_start_takes_the_first_free_lane_and_is_told():
         (1, 0, 1, 1),
         (2, 1, 0, 2),
     ]
-    fields = {"rollout": 2, "group": 1, "member": 0, "lane": 2, "version": 0, "examination": False}
+    fields = {"rollout": 2, "group": 1, "member": 0, "lane": 2, "version": 0, "evaluation": False}
     assert (account.events[-1].kind, account.events[-1].fields) == ("started", fields)
     assert account.ledger.group_open
 
@@ -220,10 +220,10 @@ def test_a_taken_batch_counts_as_resolved_only_when_it_is_trained():
     assert account.ledger.progress() == {"version": 1, **sizes, **resolved}
 
 
-def test_an_examination_is_outside_every_count():
-    account = Account(examination_size=2)
-    answers = [account.ledger.examine() for _ in range(2)]
-    assert [(t.index, t.group, t.member, t.lane, t.examination) for t in answers] == [
+def test_an_evaluation_is_outside_every_count():
+    account = Account(evaluation_size=2)
+    answers = [account.ledger.evaluate() for _ in range(2)]
+    assert [(t.index, t.group, t.member, t.lane, t.evaluation) for t in answers] == [
         (-1, 0, 0, 0, True),
         (-2, 1, 0, 1, True),
     ]

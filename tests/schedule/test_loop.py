@@ -1,4 +1,4 @@
-"""The loop on virtual time: worked schedules, an independent simulator, groups, failures, examinations, errors."""
+"""The loop on virtual time: worked schedules, an independent simulator, groups, failures, evaluations, errors."""
 
 import asyncio
 from dataclasses import replace
@@ -230,11 +230,11 @@ def test_rollouts_in_flight_are_given_up_when_the_last_version_is_out(stages):
     assert stages is Awkward or playing.num_cancelled == 1
 
 
-# Examinations
+# Evaluations
 
 
-def examined(played):
-    return [event["version"] for event in played.of("examined")]
+def evaluated(played):
+    return [event["version"] for event in played.of("evaluated")]
 
 
 @pytest.mark.parametrize(
@@ -242,77 +242,77 @@ def examined(played):
     [(4, 0, [0, 4]), (4, 2, [0, 2, 4]), (5, 2, [0, 2, 4, 5]), (3, 1, [0, 1, 2, 3]), (1, 0, [0, 1])],
 )
 @KINDS_OF_STAGES
-def test_examinations_are_before_the_first_step_after_the_last_and_every_so_often(stages, steps, every, versions):
+def test_evaluations_are_before_the_first_step_after_the_last_and_every_so_often(stages, steps, every, versions):
     case = Case(steps=steps)
-    assert examined(play(case, stages(case), examination_size=3, examine_every=every)) == versions
+    assert evaluated(play(case, stages(case), evaluation_size=3, evaluate_every=every)) == versions
 
 
-def test_without_held_out_prompts_there_is_no_examination():
-    assert examined(play(Case(), examination_size=0, examine_every=1)) == []
+def test_without_held_out_prompts_there_is_no_evaluation():
+    assert evaluated(play(Case(), evaluation_size=0, evaluate_every=1)) == []
 
 
-def test_the_last_examination_is_held_when_the_data_end():
-    assert examined(play(Case(num_groups=3, steps=10), examination_size=1)) == [0, 2]
+def test_the_last_evaluation_is_held_when_the_data_end():
+    assert evaluated(play(Case(num_groups=3, steps=10), evaluation_size=1)) == [0, 2]
 
 
-def test_what_an_examination_says():
+def test_what_an_evaluation_says():
     """Answers of even prompts get 0, of odd ones 1."""
-    first, _ = play(Case(), examination_size=5).of("examined")
+    first, _ = play(Case(), evaluation_size=5).of("evaluated")
     assert first.fields == {"version": 0, "num": 5, "num_unscored": 0, "mean_reward": 0.4, "num_correct": 2}
 
 
-def test_unscored_answers_of_an_examination_are_counted_apart():
+def test_unscored_answers_of_an_evaluation_are_counted_apart():
     class LosesTheFirst(Plain):
         async def score(self, ticket, rollout):
             scored = await super().score(ticket, rollout)
-            lost = ticket.examination and ticket.group == 0
+            lost = ticket.evaluation and ticket.group == 0
             return replace(scored, outcome="grader_timeout", reward=None) if lost else scored
 
     case = Case()
-    first, _ = play(case, LosesTheFirst(case), examination_size=4).of("examined")
+    first, _ = play(case, LosesTheFirst(case), evaluation_size=4).of("evaluated")
     assert first.fields == {"version": 0, "num": 3, "num_unscored": 1, "mean_reward": 2 / 3, "num_correct": 2}
 
 
-def test_an_examination_comes_first_to_the_free_lanes():
-    played = play(Case(lanes=2, run_ahead=1, lengths=(2, 1)), examination_size=3)
-    order = [(event.at_s, event["examination"], event["group"]) for event in played.of("started")]
+def test_an_evaluation_comes_first_to_the_free_lanes():
+    played = play(Case(lanes=2, run_ahead=1, lengths=(2, 1)), evaluation_size=3)
+    order = [(event.at_s, event["evaluation"], event["group"]) for event in played.of("started")]
     assert order[:4] == [(0.0, True, 0), (0.0, True, 1), (1.0, True, 2), (1.0, False, 0)]
 
 
 @KINDS_OF_STAGES
-def test_publishing_waits_for_an_open_examination(stages):
-    """The examination of version 0 ends at 9; the step that was over at 3 is published then, at once."""
+def test_publishing_waits_for_an_open_evaluation(stages):
+    """The evaluation of version 0 ends at 9; the step that was over at 3 is published then, at once."""
     case = Case(lanes=3, groups_per_batch=1, run_ahead=1, steps=1, lengths=(2, 9))
-    played = play(case, stages(case), examination_size=1)
+    played = play(case, stages(case), evaluation_size=1)
     times = {}
-    for event in played.of("trained", "examined", "publishing", "published"):
+    for event in played.of("trained", "evaluated", "publishing", "published"):
         times.setdefault(event.kind, event.at_s)
-    assert times == {"trained": 3.0, "examined": 9.0, "publishing": 9.0, "published": 9.0}
+    assert times == {"trained": 3.0, "evaluated": 9.0, "publishing": 9.0, "published": 9.0}
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_answer_of_an_examination_is_under_its_version(seed):
+def test_every_answer_of_an_evaluation_is_under_its_version(seed):
     case = random_case(seed)
-    played = play(case, Awkward(case), examination_size=1 + seed % 5, examine_every=1 + seed % 3)
-    version, waiting, num_examinations = 0, None, 0
+    played = play(case, Awkward(case), evaluation_size=1 + seed % 5, evaluate_every=1 + seed % 3)
+    version, waiting, num_evaluations = 0, None, 0
     for event in played.events:
-        if event.kind == "started" and event["examination"]:
+        if event.kind == "started" and event["evaluation"]:
             waiting = event["version"]
             assert waiting == version
-        if event.kind == "examined":
+        if event.kind == "evaluated":
             assert event["version"] == waiting == version
-            waiting, num_examinations = None, num_examinations + 1
+            waiting, num_evaluations = None, num_evaluations + 1
         if event.kind == "publishing":
             assert waiting is None
         if event.kind == "published":
             version = event["version"]
-    assert num_examinations >= 1
-    assert examined(played)[0] == 0
+    assert num_evaluations >= 1
+    assert evaluated(played)[0] == 0
 
 
-def test_with_lanes_to_spare_an_examination_changes_nothing_else():
+def test_with_lanes_to_spare_an_evaluation_changes_nothing_else():
     case = Case(lanes=12, group_size=2, groups_per_batch=2, run_ahead=1, steps=6, lengths=(1, 1, 2), train_time=3)
-    with_one, without = play(case, examination_size=4, examine_every=1), play(case)
+    with_one, without = play(case, evaluation_size=4, evaluate_every=1), play(case)
     assert history_of(with_one).batches == history_of(without).batches
     assert history_of(with_one).published == history_of(without).published
     counts = ("groups_started", "groups_released", "rollouts_started", "trained")
@@ -356,11 +356,11 @@ def test_a_stage_that_raises_ends_the_run_and_a_note_says_where(verb, place):
     assert first.__notes__ == [place]
 
 
-def test_a_failure_in_an_examination_says_so():
+def test_a_failure_in_an_evaluation_says_so():
     case = Case()
     with pytest.raises(ExceptionGroup) as caught:
-        play(case, failing("score")(case), examination_size=1)
-    assert caught.value.exceptions[0].__notes__ == ["in examination answer 0"]
+        play(case, failing("score")(case), evaluation_size=1)
+    assert caught.value.exceptions[0].__notes__ == ["in evaluation answer 0"]
 
 
 def test_the_composition_root_raises_the_first_cause_by_itself():

@@ -159,7 +159,7 @@ def test_no_batch_after_the_last_step():
     assert not rules.may_start(ledger)
 
 
-# Publishing and examining
+# Publishing and evaluating
 
 
 def test_weights_are_published_once():
@@ -173,10 +173,10 @@ def test_weights_are_published_once():
     assert not rules.may_publish(ledger)
 
 
-def test_nothing_is_published_under_an_open_examination():
-    ledger, rules = ledger_of(examination_size=2), Rules(1)
-    answers = [ledger.examine() for _ in range(2)]
-    assert not rules.may_examine(ledger)
+def test_nothing_is_published_under_an_open_evaluation():
+    ledger, rules = ledger_of(evaluation_size=2), Rules(1)
+    answers = [ledger.evaluate() for _ in range(2)]
+    assert not rules.may_evaluate(ledger)
     for ticket in [ledger.start() for _ in range(2)]:
         answer(ledger, ticket)
     train(ledger, rules.batch(ledger))
@@ -186,19 +186,19 @@ def test_nothing_is_published_under_an_open_examination():
     assert rules.may_publish(ledger)
 
 
-def test_an_examination_needs_a_free_lane():
-    ledger, rules = ledger_of(lanes=1, examination_size=2), Rules(1)
-    assert rules.may_examine(ledger)
-    ticket = ledger.examine()
-    assert not rules.may_examine(ledger)
+def test_an_evaluation_needs_a_free_lane():
+    ledger, rules = ledger_of(lanes=1, evaluation_size=2), Rules(1)
+    assert rules.may_evaluate(ledger)
+    ticket = ledger.evaluate()
+    assert not rules.may_evaluate(ledger)
     answer(ledger, ticket)
-    assert rules.may_examine(ledger)
+    assert rules.may_evaluate(ledger)
 
 
 def test_the_rules_change_nothing():
-    ledger, rules = ledger_of(examination_size=1), Rules(1)
-    before = ledger.progress(), list(ledger.idle_lanes), ledger.groups_started, ledger.examination.num_started
-    for rule in (rules.batch, rules.may_publish, rules.may_examine, rules.may_start, rules.num_admitted):
+    ledger, rules = ledger_of(evaluation_size=1), Rules(1)
+    before = ledger.progress(), list(ledger.idle_lanes), ledger.groups_started, ledger.evaluation.num_started
+    for rule in (rules.batch, rules.may_publish, rules.may_evaluate, rules.may_start, rules.num_admitted):
         rule(ledger)
-    after = ledger.progress(), list(ledger.idle_lanes), ledger.groups_started, ledger.examination.num_started
+    after = ledger.progress(), list(ledger.idle_lanes), ledger.groups_started, ledger.evaluation.num_started
     assert before == after

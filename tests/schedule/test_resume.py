@@ -156,27 +156,27 @@ def test_saving_holds_back_the_next_batch_and_nothing_else():
     assert any(event["version"] == 1 and event.at_s == first_saving for event in slow.of("started"))
 
 
-# Examinations of a resumed run
+# Evaluations of a resumed run
 
 
-def examined(played):
-    return [event["version"] for event in played.of("examined")]
+def evaluated(played):
+    return [event["version"] for event in played.of("evaluated")]
 
 
-def test_a_resumed_run_holds_the_examinations_that_were_still_to_come():
-    """The account of version 2 is saved before version 2 is examined to the end."""
+def test_a_resumed_run_holds_the_evaluations_that_were_still_to_come():
+    """The account of version 2 is saved before version 2 is evaluated to the end."""
     case = Case(steps=4)
     _, saved = saved_on_the_way(case)
-    assert examined(play(case, progress=saved[0], examination_size=2, examine_every=2)) == [2, 4]
-    assert examined(play(case, progress=saved[1], examination_size=2, examine_every=2)) == [2, 4]
-    assert examined(play(case, progress=saved[1], examination_size=2, examine_every=0)) == [4]
+    assert evaluated(play(case, progress=saved[0], evaluation_size=2, evaluate_every=2)) == [2, 4]
+    assert evaluated(play(case, progress=saved[1], evaluation_size=2, evaluate_every=2)) == [2, 4]
+    assert evaluated(play(case, progress=saved[1], evaluation_size=2, evaluate_every=0)) == [4]
 
 
-def test_a_run_killed_in_its_last_examination_holds_it_again_and_trains_nothing():
+def test_a_run_killed_in_its_last_evaluation_holds_it_again_and_trains_nothing():
     case = Case(steps=4)
     _, saved = saved_on_the_way(case)
-    played = play(case, progress=saved[-1], examination_size=2)
-    assert examined(played) == [4]
+    played = play(case, progress=saved[-1], evaluation_size=2)
+    assert evaluated(played) == [4]
     assert played.trained_groups == []
 
 

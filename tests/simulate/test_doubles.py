@@ -17,8 +17,8 @@ def doubles(times=TIMES, in_flight="pinned", length=4.0):
     return Doubles(lambda index: length + index, times, in_flight)
 
 
-def ticket(index=0, version=0, examination=False):
-    return RolloutTicket(index, index, 0, 0, version, 0.0, examination=examination)
+def ticket(index=0, version=0, evaluation=False):
+    return RolloutTicket(index, index, 0, 0, version, 0.0, evaluation=evaluation)
 
 
 def timed(coroutine):
@@ -56,7 +56,7 @@ def test_the_other_verbs_take_their_times():
 def test_a_score_is_a_score():
     scored, _ = timed(doubles().score(ticket(), "ref"))
     assert (scored.ref, scored.outcome) == ("ref", "scored")
-    assert timed(doubles().score(ticket(examination=True), "ref"))[0].reward == 0.0
+    assert timed(doubles().score(ticket(evaluation=True), "ref"))[0].reward == 0.0
 
 
 # New weights while a rollout is in flight
@@ -148,7 +148,7 @@ def test_a_simulated_run_is_told_from_beginning_to_end():
     kinds = [event.kind for event in events]
     assert kinds[0] == "run"
     assert kinds[-1] == "ended"
-    assert kinds.count("examined") == 2
+    assert kinds.count("evaluated") == 2
     assert events[0].fields == {
         "lanes": 2,
         "batch_size": 2,
