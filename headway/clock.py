@@ -26,7 +26,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     `time()` is the due time of the latest timer that fired, exactly: it is assigned, never accumulated, so events
     that are due at one instant stay at one instant. The base loop is told how to run by overriding its private
-    `_run_once`; `tests/test_clock.py` holds that on every supported Python.
+    `_run_once`; `tests/test_clock.py` holds that.
     """
 
     def __init__(self) -> None:

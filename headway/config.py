@@ -174,7 +174,7 @@ class Train(Section):
 
     learning_rate: float = Field(default=1e-5, ge=0)
     warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of the learning rate after warm-up"
     )
     beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -75,6 +75,8 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         raise UserError("model.path is not set: give a local Hugging Face folder, or package:NAME, or a hub id")
     say("reading the prompts")
     split = split_items(load_items(config.data, config.run.seed), config.data, config.evaluate, config.run.seed)
+    if split.num_left_out:
+        say(f"{split.num_left_out} prompts are left out of training: their text is that of a held-out one")
     say("loading the model")
     tokenizer = load_tokenizer(config.model.path)
     trainer_policy = load_policy(config.model.path, config.model.device)

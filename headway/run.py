@@ -160,7 +160,8 @@ def what_is_left(path: Path) -> str:
 async def _train(
     resolved: Resolved, parts: Any, folder: RunFolder, checkpoint: Checkpoint | None, progress_line: ProgressLine
 ) -> None:
-    folder.write_config(resolved)
+    if checkpoint is None or "command line" in resolved.origins.values():
+        folder.write_config(resolved)
     trace = Trace()
     folder.listen_to(trace)
     trace.subscribe(progress_line)

@@ -111,7 +111,7 @@ class LocalTrainer:
             "constant": 1.0,
             "linear": 1.0 - progress,
             "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        }[settings.schedule]
+        }[settings.learning_rate_schedule]
         return settings.learning_rate * factor
 
     def weights(self) -> Mapping[str, torch.Tensor]:

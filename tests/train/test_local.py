@@ -75,12 +75,12 @@ def equal(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("settings", "rates"),
     [
-        ({"schedule": "constant"}, [0.1] * 8),
-        ({"schedule": "constant", "warmup_steps": 4}, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.1, 0.1]),
-        ({"schedule": "linear"}, [0.1, 0.1 * 5 / 6, 0.1 * 4 / 6, 0.05, 0.1 * 2 / 6, 0.1 / 6, 0, 0]),
-        ({"schedule": "linear", "warmup_steps": 2}, [0.05, 0.1, 0.1, 0.075, 0.05, 0.025, 0, 0]),
-        ({"schedule": "cosine", "warmup_steps": 2}, [0.05, 0.1, 0.1, 0.0853553, 0.05, 0.0146447, 0, 0]),
-        ({"schedule": "linear", "warmup_steps": 6}, [0.1 * n / 6 for n in (1, 2, 3, 4, 5, 6)] + [0.1, 0]),
+        ({"learning_rate_schedule": "constant"}, [0.1] * 8),
+        ({"learning_rate_schedule": "constant", "warmup_steps": 4}, [0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.1, 0.1]),
+        ({"learning_rate_schedule": "linear"}, [0.1, 0.1 * 5 / 6, 0.1 * 4 / 6, 0.05, 0.1 * 2 / 6, 0.1 / 6, 0, 0]),
+        ({"learning_rate_schedule": "linear", "warmup_steps": 2}, [0.05, 0.1, 0.1, 0.075, 0.05, 0.025, 0, 0]),
+        ({"learning_rate_schedule": "cosine", "warmup_steps": 2}, [0.05, 0.1, 0.1, 0.0853553, 0.05, 0.0146447, 0, 0]),
+        ({"learning_rate_schedule": "linear", "warmup_steps": 6}, [0.1 * n / 6 for n in (1, 2, 3, 4, 5, 6)] + [0.1, 0]),
     ],
 )
 def test_the_learning_rate_of_every_step_of_six_and_two_beyond(settings, rates):
@@ -224,7 +224,7 @@ def test_b17b_the_head_is_float32_with_bfloat16_products():
 
 
 def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path):
-    settings = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.01, "num_steps": 8}
+    settings = {"learning_rate_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.01, "num_steps": 8}
     trainer = make_trainer(make_policy(seed=0), **settings)
     for scale in (1.0, 3.0, math.inf, 1.0):
         step(trainer, scale)
