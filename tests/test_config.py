@@ -188,7 +188,10 @@ def test_words_that_are_no_overrides(words, message):
         (["--run-ahead", "-1"], "--schedule.run-ahead = '-1': input should be greater than or equal to 0"),
         (["--run-ahead", "inf"], "--schedule.run-ahead = 'inf': input should be a finite number"),
         (["--learning-rate", "nan"], "--train.learning-rate = 'nan': input should be"),
-        (["--train.learning-rate-schedule", "linea"], "--train.learning-rate-schedule = 'linea': input should be 'constant', 'linear' or 'cosine'"),
+        (
+            ["--train.learning-rate-schedule", "linea"],
+            "--train.learning-rate-schedule = 'linea': input should be 'constant', 'linear' or 'cosine'",
+        ),
         (["--in-flight", "pin"], "--simulate.in-flight = 'pin': input should be 'pinned' or 'keep'"),
         (["--beta1", "1"], "--train.beta1 = '1': input should be less than 1"),
     ],
