@@ -229,7 +229,7 @@ def _converted(file: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if not (importlib.util.find_spec("gguf") and importlib.util.find_spec("accelerate")):
-        raise UserError("reading a .gguf file needs two more packages: pip install gguf accelerate (extra smollm2)")
+        raise UserError("reading a .gguf file needs two packages of the extra smollm2: pip install gguf accelerate")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "model"
