@@ -59,7 +59,16 @@ def newest_checkpoint(root: Path) -> Checkpoint:
     if not folders:
         raise UserError(f"there is no checkpoint in {root}: start the run afresh, with --checkpoint.every set")
     folder = folders[-1]
-    return Checkpoint(folder, json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+    try:
+        return Checkpoint(folder, json.loads((folder / _PROGRESS).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise broken(folder, error) from None
+
+
+def broken(folder: Path, error: Exception) -> UserError:
+    """A checkpoint that some other program or a failing disk has damaged."""
+    first_line = str(error).strip().split("\n")[0]
+    return UserError(f"{folder} can't be read ({first_line}); remove that folder to resume from the one before")
 
 
 def _folders(root: Path) -> list[Path]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -64,7 +65,7 @@ def simulate(
     if timeline:
         print(text_timeline.render(summary.timeline(events)))
     if as_json:
-        print(json.dumps(figures))
+        print(json.dumps(figures, allow_nan=False))
     else:
         print(summary_line(figures))
 
@@ -82,6 +83,8 @@ def train(
     recipe, overrides = _recipe_first(context.args)
     if resume and recipe:
         raise UserError(f"--resume {resume} brings its own recipe; leave {recipe} out")
+    if resume and not (resume / "config.toml").is_file():
+        raise UserError(f"there is no run to resume in {resume}: it holds no config.toml")
     if resume is None and recipe is None:
         raise UserError(f"which recipe? headway train RECIPE, for instance {_some_recipe()}")
     resolved = settings.resolve(resume / "config.toml" if resume else recipe, overrides)
@@ -122,5 +125,14 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        print(f"headway: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:  # a full disk, a folder that was taken away
+        _fail(f"{error.filename or 'the output'} can't be used: {error.strerror or error}; what was written stays")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"headway: {message}", file=sys.stderr)
+    sys.exit(2)

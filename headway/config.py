@@ -198,7 +198,9 @@ class Schedule(Section):
 
     batch_size: int = Field(default=32, ge=1, description="rollouts per train step")
     group_size: int = Field(default=1, ge=1, description="rollouts per prompt")
-    run_ahead: float = Field(default=1.0, ge=0, description="batches that generation may run ahead; 0 is synchronous")
+    run_ahead: float = Field(
+        default=1.0, ge=0, le=1e6, description="batches that generation may run ahead; 0 is synchronous"
+    )
     max_lag: int | None = Field(default=None, ge=0, description="rollouts whose lag reaches it are counted")
 
     @model_validator(mode="after")
@@ -247,10 +249,10 @@ class Simulate(Section):
         default="exponential",
         description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA, each of mean mean_length",
     )
-    mean_length: float = Field(default=1.0, gt=0)
-    train_time: float = Field(default=1.0, ge=0)
-    sync_time: float = Field(default=0.0, ge=0)
-    score_time: float = Field(default=0.0, ge=0)
+    mean_length: float = Field(default=1.0, gt=0, le=1e9)
+    train_time: float = Field(default=1.0, ge=0, le=1e9)
+    sync_time: float = Field(default=0.0, ge=0, le=1e9)
+    score_time: float = Field(default=0.0, ge=0, le=1e9)
     in_flight: Literal["pinned", "keep"] = Field(
         default="pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
     )

@@ -403,7 +403,9 @@ class PromptSource:
     @property
     def fingerprint(self) -> str:
         """A hash of all that `at` depends on: a run may only be resumed over a source with the same one."""
-        return _hash(self._seed, int(self._shuffle), *(_hash(p.uid, p.text, p.answer) for p in self._prompts))
+        return _hash(
+            self._seed, int(self._shuffle), *(_hash(p.uid, p.text, p.answer, str(p.tokens)) for p in self._prompts)
+        )
 
     def at(self, group: int) -> tuple[Prompt, int]:
         """The prompt of group `group` (from 0) and its epoch (from 0)."""

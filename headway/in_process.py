@@ -106,6 +106,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     if checkpoint:
         _restore(trainer, source, config, checkpoint)
     engine_policy = load_policy(config.model.path, config.model.device)
+    _check_stop_strings(config.generate.stop, tokenizer)
     sampling = Sampling(
         max_new_tokens=answer_tokens,
         temperature=config.generate.temperature,
@@ -130,10 +131,18 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     )
 
 
+def _check_stop_strings(stop: Sequence[str], tokenizer: Any) -> None:
+    """Answers are decoded without special tokens, so a stop string that spells one would never be met."""
+    for word in stop:
+        special = [token for token in tokenizer.all_special_tokens if token in word]
+        if special:
+            raise UserError(f"generate.stop holds {word!r}, a special token: name it in generate.end_tokens instead")
+
+
 def _restore(trainer: LocalTrainer, source: PromptSource, config: Config, checkpoint: Checkpoint) -> None:
     """Load the trainer's state. Groups are counted in batches and prompts by group, so neither may have changed."""
     for name in ("batch_size", "group_size"):
-        before, now = checkpoint.progress[name], getattr(config.schedule, name)
+        before, now = checkpoint.progress.get(name), getattr(config.schedule, name)
         if before != now:
             raise UserError(
                 f"schedule.{name} is {now}, and was {before} in the run that wrote {checkpoint.folder}: resume with "

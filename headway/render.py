@@ -62,6 +62,11 @@ def render_prompts(
 
 def _text_tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
     tokens = tuple(tokenizer.encode(prompt.text, add_special_tokens=True))
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+        raise UserError(
+            f"prompt {prompt.uid} holds characters that the model's tokenizer doesn't know: {prompt.text[:40]!r}; "
+            "give prompts that it can spell, or another model"
+        )
     end = tokenizer.eos_token_id
     if len(tokens) > 1 and tokens[-1] == end and tokenizer.encode(prompt.text, add_special_tokens=False)[-1:] != [end]:
         raise UserError(

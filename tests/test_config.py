@@ -353,3 +353,9 @@ def test_an_empty_stop_string_is_refused(tmp_path):
     recipe.write_text('[generate]\nstop = ["\\n", ""]\n')
     with pytest.raises(UserError, match="an empty stop string would end every rollout"):
         resolve(recipe)
+
+
+def test_numbers_that_no_clock_can_count_are_refused():
+    for words in (["--run-ahead", "1e308"], ["--train-time", "1e308"], ["--mean-length", "1e308"]):
+        with pytest.raises(UserError, match="input should be less than or equal to"):
+            resolve(None, words)

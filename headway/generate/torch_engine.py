@@ -274,7 +274,10 @@ class TorchEngine:
         temperature_N = torch.tensor([lane.request.temperature for lane in lanes], device=device)
         tokens_N, logprobs_N = sample(self._policy.head, hidden_ND, temperature_N, uniform_N)
         if not logprobs_N.isfinite().all():
-            raise RuntimeError(f"the log-probs under version {self._version} are not finite: its weights are broken")
+            raise UserError(
+                f"the log-probs under version {self._version} are not finite: its weights are broken; lower the "
+                "learning rate, and resume from a checkpoint before it"
+            )
         for lane, token, logprob in zip(lanes, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
             lane.tokens.append(token)
             lane.logprobs.append(logprob)

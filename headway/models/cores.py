@@ -10,6 +10,7 @@ sets it for all. Fair parts are equal parts, so whoever computes beside another 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -50,6 +51,7 @@ class CorePool:
     def __init__(self, total: int) -> None:
         self._free = self._total = total
         self._num_busy = 0
+        self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
     @contextmanager
@@ -63,13 +65,21 @@ class CorePool:
                 self._num_busy -= 1
 
     def take_fair_part(self) -> int:
-        """Waits until a fair part is free. Who waits is busy, so whoever holds more gets less at its next unit."""
+        """Waits until it is its turn and a fair part is free.
+
+        First come, first served: who gives back and comes again at once comes after those who wait. Who waits is
+        busy, so whoever held more gets less at its next unit.
+        """
         with self._changed:
             assert self._num_busy, "a unit of work stands inside a busy block"
-            while self._free < self._fair_part():
+            turn = object()
+            self._waiting.append(turn)
+            while self._waiting[0] is not turn or self._free < self._fair_part():
                 self._changed.wait()
+            self._waiting.popleft()
             part = self._fair_part()
             self._free -= part
+            self._changed.notify_all()
             return part
 
     def _fair_part(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib.util
 import json
+import logging
 import os
 import re
 import tempfile
@@ -21,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from headway.models import attention
 from headway.models.attention import AttentionPlan, PackedAttention, Segment
@@ -29,6 +32,7 @@ from headway.models.weights import named_weights
 from headway.types import UserError
 
 transformers_logging.disable_progress_bar()
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -81,9 +85,7 @@ def load_policy(path: str, device: str | None = None) -> Policy:
             folder, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"no causal language model can be loaded from {path}{_as_what(path)}: {_first_line(error)}"
-        ) from None
+        raise UserError(f"no causal language model can be loaded from {path}: {_first_line(error)}") from None
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
@@ -153,7 +155,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"no tokenizer can be loaded from {path}{_as_what(path)}: {_first_line(error)}") from None
+        raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from None
 
 
 def save_policy(policy: Policy, tokenizer: Any, folder: Path) -> None:
@@ -177,6 +179,8 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"model.device {name!r} is no device; it may be cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"model.device {name!r} is not supported; it may be cpu, cuda or cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"model.device is {name!r} and this machine has no usable GPU; leave it out to use the CPU")
     return device
@@ -196,12 +200,21 @@ def locate(path: str) -> str:
             raise UserError(f"{path} is no Hugging Face model folder: it has no config.json")
         return str(folder)
     if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
-        return path
+        return _on_the_hub(path)
     raise UserError(f"there is no model folder {path}{_nearest_folder(folder)}")
 
 
-def _as_what(path: str) -> str:
-    return "" if ":" in path or Path(path).expanduser().exists() else " (no local folder, so taken for a hub id)"
+@functools.cache
+def _on_the_hub(path: str) -> str:
+    """A hub id whose configuration can be had; asked for once, before anything else is."""
+    try:
+        cached_file(path, "config.json")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is no local folder, and as a hub id it can't be had ({_first_line(error)}); give a folder that "
+            "exists, or download the model where there is a network"
+        ) from None
+    return path
 
 
 def _nearest_folder(folder: Path) -> str:

@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -52,8 +54,9 @@ class RunFolder:
         (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")
 
     def close(self) -> None:
-        for file in (self.rollouts, self.evaluations, self._metrics, self._trace):
-            file.close()
+        with contextlib.ExitStack() as files:  # closes each one, even when another can't be written out
+            for file in (self.rollouts, self.evaluations, self._metrics, self._trace):
+                files.callback(file.close)
 
 
 def choose_folder(run: Run) -> Path:
@@ -64,6 +67,9 @@ def choose_folder(run: Run) -> Path:
     path = Path(run.out) if run.out else Path("runs") / f"{run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (path / "trace.jsonl").exists():
         raise UserError(f"{path} already holds a run: give another --run.out, or go on with it by --resume {path}")
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; give another --run.out")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{nearest} is no folder, so the run can't be kept in {path}; give another --run.out")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{nearest} can't be written to, so the run can't be kept in {path}; give another --run.out")
     return path

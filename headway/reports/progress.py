@@ -44,6 +44,7 @@ class ProgressLine:
         self._stream = stream or sys.stdout
         self._status = Status(evaluation_size, now)
         self._phase = ""
+        self._num_failed = 0
         self._lock = threading.Lock()  # the timer's thread reads what events change
         self._speaks_unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
         self._live = self._make_live()
@@ -77,12 +78,20 @@ class ProgressLine:
             self._phase = ""
         if event.kind == "trained" and event["metrics"].get("warning"):
             self._say(f"warning: train step {event['version']}: {event['metrics']['warning']}")
+        if event.kind == "failed":
+            self._say_failed(event)
         if event.kind == "evaluated":
             self._say(wording.evaluation(event))
         elif not self._live and event.kind == "trained":
             self._print(f"{self._status.figures()}  {self._elapsed()}")
         elif not self._live and event.kind == "ended":
             self._print(f"ended: {event['reason']}  {self._elapsed()}")
+
+    def _say_failed(self, event: Event) -> None:
+        """The first few one by one, then at every doubling: a broken grader must be seen, and not fill the screen."""
+        self._num_failed += 1
+        if self._num_failed <= 3 or self._num_failed & (self._num_failed - 1) == 0:
+            self._say(f"group {event['group']} can't be trained ({self._num_failed} so far): {event['reason']}")
 
     def line(self) -> str:
         """The live line as it stands."""

@@ -13,6 +13,7 @@ from headway.score.verifier import NumberVerifier
 from headway.stages import Scorer
 from headway.types import Prompt, Score, UserError
 
+UNSCORED_IN_A_ROW = 16
 CHOICES = "number, reasoning_gym, or module:function"
 
 
@@ -56,8 +57,9 @@ def _check_target(name: str) -> None:
 class ErrorLimit:
     """A scorer that counts what went wrong in grading and stops the run after too many errors of the grader.
 
-    num_errors, num_timeouts: rollouts left unscored so far. Time-outs never stop the run: a slow answer is the
-    model's doing more often than the grader's.
+    num_errors, num_timeouts: rollouts left unscored so far. A time-out alone doesn't stop the run: a slow answer is the
+    model's doing more often than the grader's. But `UNSCORED_IN_A_ROW` rollouts without a reward do, whatever the
+    reason: groups would fail and be replaced for ever.
     """
 
     def __init__(self, scorer: Scorer, *, name: str, max_errors: int) -> None:
@@ -66,14 +68,21 @@ class ErrorLimit:
         self._max_errors = max_errors
         self.num_errors = 0
         self.num_timeouts = 0
+        self._num_unscored_in_a_row = 0
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """Raises UserError with more than `max_errors` errors of the grader."""
+        """Raises UserError with more than `max_errors` errors of the grader, or when it gives no reward any more."""
         score = await self._scorer.score(prompt, text)
         self.num_timeouts += score.outcome == "grader_timeout"
         self.num_errors += score.outcome == "grader_error"
         if score.outcome == "grader_error" and self.num_errors > self._max_errors:
             raise UserError(self._too_many(prompt, score))
+        self._num_unscored_in_a_row = 0 if score.outcome == "scored" else self._num_unscored_in_a_row + 1
+        if self._num_unscored_in_a_row >= UNSCORED_IN_A_ROW:
+            raise UserError(
+                f"the grader {self._name} gave no reward to {UNSCORED_IN_A_ROW} rollouts in a row (the last, to prompt "
+                f"{prompt.uid}: {score.outcome} {score.detail}); mend it, or raise --score.timeout-s if it is only slow"
+            )
         return score
 
     def _too_many(self, prompt: Prompt, score: Score) -> str:

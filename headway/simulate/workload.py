@@ -14,6 +14,7 @@ from headway.types import UserError
 Lengths = Callable[[int], float]
 """Start index of a rollout -> its length, in units of time at one unit of length per unit of time."""
 
+LONGEST = 1e9
 _KINDS = "constant, exponential, lognormal:SIGMA, or numbers as in 1,3,1"
 
 
@@ -49,6 +50,6 @@ def _given(spec: str) -> Lengths:
         lengths = [float(word) for word in spec.split(",")]
     except ValueError:
         raise UserError(f"simulate.lengths {spec!r} is not understood; it may be {_KINDS}") from None
-    if not all(0 < length < math.inf for length in lengths):
-        raise UserError(f"simulate.lengths {spec!r}: every length must be a positive number")
+    if not all(0 < length <= LONGEST for length in lengths):
+        raise UserError(f"simulate.lengths {spec!r}: every length must be above 0 and at most {LONGEST:g}")
     return lambda index: lengths[min(index, len(lengths) - 1)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headway.checkpoint import broken
 from headway.config import Train
 from headway.models.attention import PackedAttention
 from headway.models.batch import MicroBatch
@@ -118,18 +120,20 @@ class LocalTrainer:
         return self._policy.weights()
 
     def save(self, folder: Path) -> None:
-        torch.save(
-            {
-                "weights": dict(self.weights()),
-                "optimizer": self._optimizer.state_dict(),
-                "steps_taken": self._steps_taken,
-                "steps_skipped": self._steps_skipped,
-            },
-            folder / "trainer.pt",
-        )
+        state = {
+            "weights": dict(self.weights()),
+            "optimizer": self._optimizer.state_dict(),
+            "steps_taken": self._steps_taken,
+            "steps_skipped": self._steps_skipped,
+        }
+        with (folder / "trainer.pt").open("wb") as file:  # so that a full disk is an OSError
+            torch.save(state, file)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "trainer.pt", map_location=self._policy.device, weights_only=True)
+        try:
+            state = torch.load(folder / "trainer.pt", map_location=self._policy.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise broken(folder, error) from None
         assign_weights(self._policy.model, state["weights"])
         own = self._optimizer.state_dict()  # whose settings are this run's; those that were saved are not taken
         self._optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})

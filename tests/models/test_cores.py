@@ -79,3 +79,25 @@ def test_no_core_is_ever_held_twice(total: int) -> None:
 def test_fixed_cores_are_fixed() -> None:
     with FixedCores(3).busy(), FixedCores(3).unit() as held:
         assert held == torch.get_num_threads() == 3
+
+
+def test_with_one_core_both_workers_get_their_turns() -> None:
+    pool = CorePool(1)
+    num_units, ended = [0, 0], threading.Event()
+
+    def work(number: int) -> None:
+        claim = SharedCores(pool)
+        with claim.busy():
+            while not ended.is_set():
+                with claim.unit():
+                    num_units[number] += 1
+                    time.sleep(0.001)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    time.sleep(0.3)
+    ended.set()
+    for worker in workers:
+        worker.join(timeout=5)
+    assert min(num_units) > 0.8 * max(num_units)

@@ -63,8 +63,21 @@ def test_a_folder_without_a_config(load, tmp_path: Path):
     assert refusal(load, str(tmp_path)) == f"{tmp_path} is no Hugging Face model folder: it has no config.json"
 
 
-def test_a_hub_id_is_passed_on():
+def test_a_hub_id_is_passed_on_when_the_hub_has_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headway.models.policy.cached_file", lambda path, name: f"{path}/{name}")
     assert locate("some-owner/some-model.v2") == "some-owner/some-model.v2"
+
+
+def test_a_hub_id_that_cant_be_had_is_one_line_that_says_the_mend(monkeypatch: pytest.MonkeyPatch):
+    def no_network(path: str, name: str) -> str:
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr("headway.models.policy.cached_file", no_network)
+    message = refusal(locate, "some-owner/no-such-model")
+    assert message.startswith(
+        "some-owner/no-such-model is no local folder, and as a hub id it can't be had (We couldn't"
+    )
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("package", ["no_such_package", "no.such.package", "json", "", ".", "no-such-package"])

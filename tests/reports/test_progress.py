@@ -235,3 +235,13 @@ def run_of_one_step(warning: str) -> list[Event]:
         Event("taken", 1.0, taken),
         Event("trained", 2.0, {"version": 1, "metrics": {"warning": warning}}),
     ]
+
+
+def test_groups_that_fail_are_said_one_by_one_and_then_at_every_doubling() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream)
+    for group in range(20):
+        progress(Event("failed", 0.0, {"group": group, "prompt": "p", "reason": "0 of its 2 rollouts were scored"}))
+    said = stream.getvalue().splitlines()
+    assert said[0] == "group 0 can't be trained (1 so far): 0 of its 2 rollouts were scored"
+    assert [line.split()[1] for line in said] == ["0", "1", "2", "3", "7", "15"]

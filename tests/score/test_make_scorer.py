@@ -83,3 +83,13 @@ def test_errors_up_to_the_limit_are_counted_and_one_more_stops():
 
     asyncio.run(program())
     assert inner.is_closed
+
+
+def test_a_grader_that_gives_no_reward_any_more_stops_the_run():
+    late = Score(None, "grader_timeout")
+    scores = [late] * 15 + [Score(1.0)] + [late] * 16
+    scorer = ErrorLimit(Scripted(*scores), name="m:slow", max_errors=0)
+    for _ in range(31):
+        asyncio.run(scorer.score(PROMPT, "4"))
+    with pytest.raises(UserError, match=r"m:slow gave no reward to 16 rollouts in a row.*--score.timeout-s"):
+        asyncio.run(scorer.score(PROMPT, "4"))
