@@ -67,8 +67,8 @@ def newest_checkpoint(root: Path) -> Checkpoint:
 
 def broken(folder: Path, error: Exception) -> UserError:
     """A checkpoint that some other program or a failing disk has damaged."""
-    first_line = str(error).strip().split("\n")[0]
-    return UserError(f"{folder} can't be read ({first_line}); remove that folder to resume from the one before")
+    said = str(error).strip().split("\n")[0][:80]
+    return UserError(f"{folder} can't be read ({said}); remove that folder to resume from the one before")
 
 
 def _folders(root: Path) -> list[Path]:

@@ -130,7 +130,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:  # a full disk, a folder that was taken away
-        _fail(f"{error.filename or 'the output'} can't be used: {error.strerror or error}; what was written stays")
+        what = f"{error.filename} can't be used" if error.filename else "writing failed"
+        _fail(f"{what}: {error.strerror or error}; what was written before stays")
 
 
 def _fail(message: str) -> NoReturn:

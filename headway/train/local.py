@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import pickle
 from collections.abc import Callable, Mapping
@@ -126,8 +127,11 @@ class LocalTrainer:
             "steps_taken": self._steps_taken,
             "steps_skipped": self._steps_skipped,
         }
-        with (folder / "trainer.pt").open("wb") as file:  # so that a full disk is an OSError
-            torch.save(state, file)
+        path = folder / "trainer.pt"
+        try:
+            torch.save(state, path)
+        except RuntimeError as error:  # how torch says that a file can't be written
+            raise OSError(errno.EIO, f"could not be written whole, is the disk full? ({error})", str(path)) from None
 
     def load(self, folder: Path) -> None:
         try:

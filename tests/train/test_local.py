@@ -260,3 +260,13 @@ def test_settings_of_a_resumed_run_hold_over_saved_ones(tmp_path):
     step(untouched)
     difference = untouched.weights()["lm_head.weight"] - policy.head.weight_VD.detach()
     torch.testing.assert_close(difference, 0.05 * before, atol=1e-5, rtol=1e-4)
+
+
+def test_a_checkpoint_that_cant_be_written_whole_is_an_error_of_the_disk(policy, tmp_path, monkeypatch):
+    def full(state: Any, path: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 919168 vs 919060")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="is the disk full") as caught:
+        make_trainer(policy).save(tmp_path)
+    assert caught.value.filename == str(tmp_path / "trainer.pt")
