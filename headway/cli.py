@@ -1,4 +1,4 @@
-"""The commands: train, simulate, report."""
+"""The commands: train, simulate, report, objectives."""
 
 from __future__ import annotations
 
@@ -110,6 +110,25 @@ def report(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="the f
     from headway import run
 
     print(run.report(run_folder))
+
+
+@app.command(context_settings=_OVERRIDES, options_metavar="[NAME] [--KEY VALUE ...]")
+def objectives(context: typer.Context) -> None:
+    """List the objectives and corrections, or tell all of one: formula, source, parts, values, needs, refusals.
+
+    The settings of section objective may be given: headway objectives grpo --corrections tis --clip-high 0.28
+    """
+    from headway.objectives import describe
+    from headway.run import named_objective
+
+    words = list(context.args)
+    if not words:
+        print(describe.overview())
+        return
+    if words[0].startswith("--"):
+        raise UserError(f"which objective? headway objectives NAME {words[0]} ...; without a name they are listed")
+    resolved = settings.resolve(None, ["--objective.name", *words])
+    print(describe.description(named_objective(resolved.config)))
 
 
 def summary_line(figures: dict[str, Any]) -> str:

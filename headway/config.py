@@ -97,6 +97,70 @@ class Model(Section):
     device: str | None = Field(default=None, description="cpu, cuda or cuda:1; default cuda where there is one")
 
 
+class AdapterSettings(Section):
+    """A few trained numbers inside a frozen base, instead of training all of it."""
+
+    kind: Literal["none", "lora", "tinylora"] = Field(
+        default="none",
+        description="none trains all weights; lora and tinylora train an adapter and keep the base as it is",
+    )
+    rank: int | None = Field(
+        default=None, ge=1, description="of lora's product (default 8), or of tinylora's frozen frame (default 2)"
+    )
+    alpha: float | None = Field(
+        default=None, gt=0, description="of lora: its product is scaled by alpha / rank; default 32"
+    )
+    scaling: Literal["rank", "sqrt_rank"] | None = Field(
+        default=None, description="of lora: what divides alpha, rank (the default) or its square root (rank-stabilised)"
+    )
+    vector_size: int | None = Field(
+        default=None, ge=1, description="of tinylora: trained numbers per vector; default 64, and one vector per layer"
+    )
+    tying: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="of tinylora: share of layers without a vector of their own; default 0, at 1 all layers have one together",
+    )
+    targets: Strings | None = Field(
+        default=None,
+        description="linear layers with an adapter, by the end of their names; default all but the LM head",
+    )
+    start: str | None = Field(
+        default=None, description="an adapter folder to go on from, with its settings; it is also the run's reference"
+    )
+    merge: bool | None = Field(
+        default=None, description="leave a whole model in RUN/model, not an adapter folder (the default)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_kind(cls, given: Any) -> Any:
+        """Fill in what the kind takes, and refuse what it would ignore."""
+        kind = given.get("kind", "none") if isinstance(given, dict) else None
+        if not isinstance(kind, str) or kind not in ADAPTER_DEFAULTS:
+            return given  # and the field says so
+        defaults = ADAPTER_DEFAULTS[kind]
+        for name in given:
+            if given[name] is not None and name in cls.model_fields and name not in {"kind", *defaults}:
+                others = [other for other, taken in ADAPTER_DEFAULTS.items() if name in taken]
+                raise ValueError(
+                    f"adapter.{name} does nothing with adapter.kind {kind}; leave it out, or set adapter.kind to "
+                    f"{' or '.join(others)}"
+                )
+        if given.get("start") is not None:
+            defaults = {"merge": False}  # the rest is as in the folder
+        return {**defaults, **{name: value for name, value in given.items() if value is not None}}
+
+
+ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lora": {"rank": 8, "alpha": 32, "scaling": "rank", "targets": None, "start": None, "merge": False},
+    "tinylora": {"rank": 2, "vector_size": 64, "tying": 0.0, "targets": None, "start": None, "merge": False},
+}
+"""The keys that each kind of adapter takes, and their values where they are not given."""
+
+
 class Data(Section):
     """Where prompts come from."""
 
@@ -160,20 +224,63 @@ class Prepare(Section):
 
 
 class ObjectiveSettings(Section):
-    """The loss. Unset values are the objective's own defaults."""
+    """The loss. Unset values are the objective's own: `headway objectives NAME` shows them."""
 
-    name: str = Field(default="grpo", description="an objective of headway.objectives.named")
-    weight_cap: float | None = Field(
-        default=None, gt=0, description="C of the truncated importance weight against the behaviour log-probs"
+    name: str = Field(default="olmo3", description="a named objective; headway objectives lists them")
+    corrections: Strings = Field(
+        default=(),
+        description="weights for the gap to the policy that sampled: tis, tis:5, icepop:0.5:4 ...; headway objectives lists them",
+    )
+    advantage: str | None = Field(default=None, description="how rewards become advantages")
+    whiten: bool | None = Field(default=None, description="advantages to mean 0 and std 1 over the batch's tokens")
+    gamma: float | None = Field(default=None, ge=0, le=1, description="discount of the advantage gae")
+    lam: float | None = Field(default=None, ge=0, le=1, description="lambda of the advantage gae")
+    anchor: Literal["proximal", "behaviour"] | None = Field(
+        default=None,
+        description="the older policy of its ratios: the trainer's before the step, or the one that sampled",
+    )
+    proximal: Literal["recomputed", "interpolated"] | None = Field(
+        default=None, description="with several optimizer steps: by a forward pass, or guessed from versions (A-3PO)"
     )
     reduction: str | None = Field(default=None, description="how per-token losses become one number")
+    length: int | None = Field(
+        default=None, ge=1, description="constant of the reduction constant; default generate.max_new_tokens"
+    )
+    clip_low: float | None = Field(default=None, gt=0, le=1, description="ratios are clipped at 1 - clip_low")
+    clip_high: float | None = Field(default=None, gt=0, description="ratios are clipped at 1 + clip_high")
+    dual_clip: float | None = Field(default=None, gt=1, description="bound of the loss of negative advantages")
+    kl_coefficient: float | None = Field(default=None, ge=0, description="of a KL term to the reference; 0: none")
+    kl_estimator: str | None = Field(default=None, description="of the KL term: k2, k3, k3_corrected ...")
+    reward_kl: float | None = Field(default=None, ge=0, description="KL taken off the reward of each token; 0: none")
+    quadratic_coefficient: float | None = Field(default=None, gt=0, description="of a squared log-ratio (tau)")
+    value_clip: float | None = Field(default=None, gt=0, description="how far the value loss lets values move")
+    beta: float | None = Field(default=None, gt=0, description="of the preference loss")
+    overlong_share: float | None = Field(
+        default=None, ge=0, le=1, description="last share of the token budget in which an answer is penalised; 0: none"
+    )
+    filters: Strings | None = Field(
+        default=None, description="rollouts that are no data: zero_variance (of groups), truncated"
+    )
+    retire_above: float | None = Field(
+        default=None, ge=0, le=1, description="a prompt with this pass rate is not asked again; 0: none"
+    )
+    self_normalise: bool | None = Field(default=None, description="divide weights by their mean over the batch")
+    unsound: bool = Field(
+        default=False, description="train what is refused for a reason; every page of the run says so"
+    )
 
 
 class Train(Section):
     """The trainer and its optimizer."""
 
-    learning_rate: float = Field(default=1e-5, ge=0)
-    warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises linearly")
+    learning_rate: float | None = Field(
+        default=None, ge=0, description="default 1e-5, and 1e-4 with an adapter: it takes ten times that of all weights"
+    )
+    optimizer_steps: int = Field(default=1, ge=1, description="parts of a batch, one optimizer step each")
+    passes: int = Field(default=1, ge=1, description="times a batch is trained; PPO calls them epochs")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="optimizer steps over which the learning rate rises linearly"
+    )
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of the learning rate after warm-up"
     )
@@ -184,6 +291,23 @@ class Train(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the trainer's matrix products; master weights and LM head stay float32"
+    )
+
+
+class CriticSettings(Section):
+    """The value function, where the objective has one. What is not here is as in [train]."""
+
+    value_learning_rate: float = Field(
+        default=1e-5, ge=0, description="near the 9e-6 of InstructGPT (arXiv 2203.02155, C.4)"
+    )
+    value_warmup_steps: int = Field(default=0, ge=0, description="train steps in which only the critic learns")
+
+
+class Diagnostics(Section):
+    """What is measured beside training."""
+
+    canary_tokens: int = Field(
+        default=8, ge=0, description="sampled under each version by itself, to see numerics without staleness; 0: none"
     )
 
 
@@ -263,18 +387,28 @@ class Config(Section):
 
     run: Run = Field(default_factory=Run)
     model: Model = Field(default_factory=Model)
+    adapter: AdapterSettings = Field(default_factory=AdapterSettings)
     data: Data = Field(default_factory=Data)
     generate: Generate = Field(default_factory=Generate)
     score: ScoreSettings = Field(default_factory=ScoreSettings)
     prepare: Prepare = Field(default_factory=Prepare)
     objective: ObjectiveSettings = Field(default_factory=ObjectiveSettings)
     train: Train = Field(default_factory=Train)
+    critic: CriticSettings = Field(default_factory=CriticSettings)
+    diagnostics: Diagnostics = Field(default_factory=Diagnostics)
     sync: Sync = Field(default_factory=Sync)
     schedule: Schedule = Field(default_factory=Schedule)
     evaluate: Evaluate = Field(default_factory=Evaluate)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     report: Report = Field(default_factory=Report)
     simulate: Simulate = Field(default_factory=Simulate)
+
+    @model_validator(mode="after")
+    def _fill_in_the_learning_rate(self) -> Config:
+        if self.train.learning_rate is None:
+            rate = 1e-5 if self.adapter.kind == "none" else 1e-4
+            object.__setattr__(self, "train", self.train.model_copy(update={"learning_rate": rate}))
+        return self
 
 
 @dataclass(frozen=True)

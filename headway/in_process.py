@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,22 +14,26 @@ from typing import Any, TypeVar
 
 import torch
 
+from headway.batch import Batch
 from headway.checkpoint import Checkpoint, write_checkpoint
 from headway.config import Config
 from headway.data import PromptSource, load_items, split_items
+from headway.generate.canary import Canaries, CanarySettings
 from headway.generate.episode import Episodes, Sampling
 from headway.generate.torch_engine import TorchEngine
-from headway.models.batch import Batch
 from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
-from headway.objectives.named import Objective
-from headway.prepare.credit import assign_credit
-from headway.prepare.pack import pack
+from headway.models.value import ValueModel
+from headway.models.weights import fingerprint
+from headway.objectives.parts import Objective
+from headway.prepare.canary import canary_metrics
+from headway.prepare.prepare import prepare_batch
 from headway.render import end_ids, render_prompts
 from headway.reports.folder import RunFolder
 from headway.score import make_scorer
 from headway.stages import Generated, Scored, Scorer, Ticket, Trained
 from headway.sync.memory import MemorySync
+from headway.train.critic import LocalCritic
 from headway.train.local import LocalTrainer
 from headway.train.step import StepResult, train_step
 from headway.types import Prompt, Rollout, ScoredRollout, UserError
@@ -38,13 +43,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a run is made of, loaded and checked, before anything is written or started."""
+    """Everything a run is made of, loaded and checked, before anything is written or started.
+
+    critic: None where the objective needs none. reference_hash: of the frozen copy of the base that the objective
+    compares with; None where there is none, or where it is the trainer's policy without what its adapter has learned.
+    """
 
     config: Config
     engine_policy: Policy
     engine_cores: Cores
     trainer_policy: Policy
     trainer: LocalTrainer
+    critic: LocalCritic | None
+    reference_hash: str | None
     trainer_cores: Cores
     tokenizer: Any
     source: PromptSource
@@ -79,7 +90,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         say(f"{split.num_left_out} prompts are left out of training: their text is that of a held-out one")
     say("loading the model")
     tokenizer = load_tokenizer(config.model.path)
-    trainer_policy = load_policy(config.model.path, config.model.device)
+    trainer_policy = load_policy(config.model.path, config.model.device, config.adapter, config.run.seed)
 
     def render(prompts: Sequence[Prompt], max_new_tokens: int) -> list[Prompt]:
         return render_prompts(
@@ -96,16 +107,23 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     training, held_out = render(split.training, answer_tokens), render(split.held_out, evaluation_tokens)
     source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
     engine_cores, trainer_cores = _claims(config)
+    reference = _frozen_reference(objective, trainer_policy)
+    reference_hash = fingerprint(reference.weights()) if reference else None
     trainer = LocalTrainer(
         trainer_policy,
         config.train,
         temperature=config.generate.temperature,
-        num_steps=config.run.steps,
+        num_steps=_num_updates(config, config.run.steps - config.critic.value_warmup_steps),
         cores=trainer_cores,
+        reference=reference,
     )
+    critic = _critic(config, objective, trainer_cores)
     if checkpoint:
-        _restore(trainer, source, config, checkpoint)
-    engine_policy = load_policy(config.model.path, config.model.device)
+        _check_resume(source, config, reference_hash, checkpoint)
+        trainer.load(checkpoint.folder)
+        if critic:
+            critic.load(checkpoint.folder)
+    engine_policy = copy.deepcopy(trainer_policy)  # the same base, adapter and frame, in storage of its own
     _check_stop_strings(config.generate.stop, tokenizer)
     sampling = Sampling(
         max_new_tokens=answer_tokens,
@@ -119,6 +137,8 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         engine_cores=engine_cores,
         trainer_policy=trainer_policy,
         trainer=trainer,
+        critic=critic,
+        reference_hash=reference_hash,
         trainer_cores=trainer_cores,
         tokenizer=tokenizer,
         source=source,
@@ -139,8 +159,44 @@ def _check_stop_strings(stop: Sequence[str], tokenizer: Any) -> None:
             raise UserError(f"generate.stop holds {word!r}, a special token: name it in generate.end_tokens instead")
 
 
-def _restore(trainer: LocalTrainer, source: PromptSource, config: Config, checkpoint: Checkpoint) -> None:
-    """Load the trainer's state. Groups are counted in batches and prompts by group, so neither may have changed."""
+def _num_updates(config: Config, num_train_steps: int) -> int:
+    """Optimizer steps of so many train steps."""
+    return num_train_steps * config.train.optimizer_steps * config.train.passes
+
+
+def _frozen_reference(objective: Objective, policy: Policy) -> Policy | None:
+    """A copy of the base, where the objective compares with it and the policy can't be switched back to it.
+
+    `policy` is as it was loaded: before a checkpoint's weights come into it.
+    """
+    if not objective.needs_reference or policy.has_own_reference:
+        return None
+    reference = copy.deepcopy(policy)
+    reference.model.requires_grad_(False)
+    return reference
+
+
+def _critic(config: Config, objective: Objective, cores: Cores) -> LocalCritic | None:
+    """A full copy of the base as value function, where the policy trains an adapter only, too."""
+    if not objective.needs_critic:
+        if config.critic.value_warmup_steps:
+            raise UserError(
+                f"critic.value_warmup_steps is {config.critic.value_warmup_steps}, and the objective {objective.name} "
+                "has no critic: leave it out, or set objective.name to ppo"
+            )
+        return None
+    assert config.model.path is not None
+    return LocalCritic(
+        ValueModel(load_policy(config.model.path, config.model.device)),
+        config.train,
+        learning_rate=config.critic.value_learning_rate,
+        num_steps=_num_updates(config, config.run.steps),
+        cores=cores,
+    )
+
+
+def _check_resume(source: PromptSource, config: Config, reference_hash: str | None, checkpoint: Checkpoint) -> None:
+    """Groups are counted in batches, prompts by group, rewards against the reference: none of it may have changed."""
     for name in ("batch_size", "group_size"):
         before, now = checkpoint.progress.get(name), getattr(config.schedule, name)
         if before != now:
@@ -152,7 +208,12 @@ def _restore(trainer: LocalTrainer, source: PromptSource, config: Config, checkp
         raise UserError(
             f"the prompts are not those of the run that wrote {checkpoint.folder}: resume with the same data and seed"
         )
-    trainer.load(checkpoint.folder)
+    compared_with = checkpoint.progress.get("reference")
+    if compared_with and reference_hash and compared_with != reference_hash:
+        raise UserError(
+            f"{config.model.path} holds other weights than for the run that wrote {checkpoint.folder}, and the "
+            "objective compares with them: resume with the same model.path"
+        )
 
 
 def _claims(config: Config) -> tuple[Cores, Cores]:
@@ -171,22 +232,26 @@ class InProcessStages:
         self._parts, self._folder = parts, folder
         config = parts.config
         self._trainer_thread = ThreadPoolExecutor(1, "headway trainer")
+        canaries = CanarySettings(config.diagnostics.canary_tokens, parts.sampling, config.run.seed)
         self._engine = TorchEngine(
             parts.engine_policy,
             lanes=config.generate.lanes,
             decode=lambda ids: parts.tokenizer.decode(ids, skip_special_tokens=True),
             cores=parts.engine_cores,
             version=parts.version,
+            spare_lanes=len(canaries.lengths),
         )
+        self._canaries = Canaries(self._engine, parts.source, canaries)
         self._episodes = Episodes(
             self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
         )
         self._sync = MemorySync(self._engine, config.sync.verify)
 
     async def catch_up(self) -> None:
-        """Hand a resumed run's weights to its engine, which was loaded from the base model."""
+        """Hand a resumed run's weights to its engine, and start the canaries of the version it begins with."""
         if self._parts.version:
             await self._sync.sync(self._parts.trainer.weights(), self._parts.version)
+        await self._canaries.start(self._parts.version)
 
     async def generate(self, ticket: Ticket) -> Generated:
         return await self._episodes.generate(ticket)
@@ -211,26 +276,45 @@ class InProcessStages:
         return Scored(ScoredRollout(rollout, score), score.outcome, score.reward)
 
     async def prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int) -> Batch:
-        settings = self._parts.config.prepare
-        return await self._on_trainer_thread(
-            lambda: pack(
-                assign_credit(self._parts.objective, groups),
-                self._parts.objective,
+        canaries = await self._canaries.finished()
+        return await self._on_trainer_thread(lambda: self._prepare(groups, version, canaries))
+
+    def _prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int, canaries: Sequence[Rollout]) -> Batch:
+        parts, config = self._parts, self._parts.config
+        budget = config.prepare.micro_batch_tokens
+        with parts.trainer_cores.busy():
+            batch = prepare_batch(
+                parts.objective,
+                groups,
                 version=version,
-                micro_batch_tokens=settings.micro_batch_tokens,
+                micro_batch_tokens=budget,
+                budget_tokens=config.generate.max_new_tokens,
+                optimizer_steps=config.train.optimizer_steps,
+                passes=config.train.passes,
+                trainer=parts.trainer,
+                critic=parts.critic,
             )
-        )
+            numerics = canary_metrics(parts.trainer, canaries, version=version, micro_batch_tokens=budget)
+        return replace(batch, metrics={**batch.metrics, **numerics})
 
     async def train(self, batch: Batch) -> Trained:
-        parts = self._parts
+        parts, config = self._parts, self._parts.config
 
         def step() -> StepResult:
             with parts.trainer_cores.busy():
-                return train_step(parts.trainer, parts.objective, batch)
+                return train_step(
+                    parts.trainer,
+                    parts.critic,
+                    parts.objective,
+                    batch,
+                    passes=config.train.passes,
+                    train_policy=batch.version >= config.critic.value_warmup_steps,
+                )
 
         result = await self._on_trainer_thread(step)
         self._keep_rollouts(batch, result)
-        return Trained(parts.trainer.weights(), result.metrics)
+        weights = parts.trainer.weights()
+        return Trained(weights, {**result.metrics, **_sizes(parts.trainer_policy, weights)})
 
     def _keep_rollouts(self, batch: Batch, result: StepResult) -> None:
         wanted = min(self._parts.config.report.rollouts_per_step, len(batch.rollouts))
@@ -243,10 +327,10 @@ class InProcessStages:
                     "prompt": rollout.prompt.text,
                     "text": rollout.text,
                     "reward": batch.rewards[number],
-                    "outcome": "scored",
+                    "outcome": "scored" if batch.rewards[number] is not None else "unscored",
                     "finish": rollout.finish,
                     "pieces": [self._parts.tokenizer.decode([token]) for token in rollout.tokens],
-                    "log_ratios": result.log_ratios[number],
+                    "log_ratios": _by_token(rollout, result.log_ratios[number]),
                     "versions": list(rollout.versions),
                     "lag": batch.version - min(rollout.versions),
                 }
@@ -254,22 +338,48 @@ class InProcessStages:
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         await self._sync.sync(weights, version)
+        await self._canaries.start(version)
 
     async def save(self, progress: Mapping[str, Any]) -> None:
-        whole = {**progress, "data": self._parts.source.fingerprint}
-        keep = self._parts.config.checkpoint.keep
+        parts = self._parts
+        whole = {**progress, "data": parts.source.fingerprint, "reference": parts.reference_hash}
+        keep = parts.config.checkpoint.keep
+
+        def save_learners(folder: Path) -> None:
+            parts.trainer.save(folder)
+            if parts.critic:
+                parts.critic.save(folder)
+
         await self._on_trainer_thread(
-            lambda: write_checkpoint(self._folder.checkpoints, whole, self._parts.trainer.save, keep=keep)
+            lambda: write_checkpoint(self._folder.checkpoints, whole, save_learners, keep=keep)
         )
 
     async def export(self, folder: Path) -> None:
         """Leave the trained policy as a Hugging Face folder."""
-        await self._on_trainer_thread(lambda: save_policy(self._parts.trainer_policy, self._parts.tokenizer, folder))
+        parts, merge = self._parts, bool(self._parts.config.adapter.merge)
+        await self._on_trainer_thread(lambda: save_policy(parts.trainer_policy, parts.tokenizer, folder, merge=merge))
 
     async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, work)
 
     async def close(self) -> None:
+        await self._canaries.close()
         await self._engine.close()
         await self._parts.scorer.close()
         await asyncio.to_thread(self._trainer_thread.shutdown, wait=True)
+
+
+def _sizes(policy: Policy, weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """What is trained, and what a sync carries."""
+    return {
+        "trainable_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
+        "sync_bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+    }
+
+
+def _by_token(rollout: Rollout, log_ratios: Sequence[float]) -> list[float | None]:
+    """Log-ratios of the trained tokens -> of all tokens of the rollout, None where there is none."""
+    if len(log_ratios) != sum(rollout.mask):  # a rollout that was no data, or whose log-probs nobody asked for
+        return [None] * len(rollout.mask)
+    ratios = iter(log_ratios)
+    return [next(ratios) if trained else None for trained in rollout.mask]

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headway import clock
 from headway.checkpoint import Checkpoint, newest_checkpoint
 from headway.config import Config, Resolved
-from headway.objectives.named import Objective, objective
+from headway.objectives.describe import description
+from headway.objectives.named import objective
+from headway.objectives.parts import Objective
+from headway.objectives.refusals import Situation, refusals
 from headway.reports import outcome
 from headway.reports.folder import CHECKPOINTS, RunFolder
 from headway.reports.page import write_page
@@ -22,6 +26,7 @@ from headway.reports.progress import ProgressLine
 from headway.reports.record import read_run
 from headway.schedule import loop
 from headway.schedule.ledger import Ledger, Settings
+from headway.schedule.pass_rates import PassRates
 from headway.schedule.policy import Rules
 from headway.simulate.doubles import Doubles, Times
 from headway.simulate.workload import make_lengths
@@ -38,8 +43,13 @@ async def drive(
     *,
     clock_name: str,
     progress: Mapping[str, Any] | None = None,
+    pass_rates: PassRates | None = None,
+    unsound: Sequence[str] = (),
 ) -> Ledger:
-    """One run of the loop on the running event loop's clock; the first cause of a failure is raised by itself."""
+    """One run of the loop on the running event loop's clock; the first cause of a failure is raised by itself.
+
+    unsound: what objective.unsound overrides; it marks the run.
+    """
     time = asyncio.get_running_loop().time
     began_s = time()
 
@@ -59,8 +69,9 @@ async def drive(
         seed=config.run.seed,
         clock=clock_name,
         version=progress["version"] if progress else 0,
+        unsound=list(unsound),
     )
-    ledger = Ledger(settings, now=now, changed=bell.ring, trace=trace, progress=progress)
+    ledger = Ledger(settings, now=now, changed=bell.ring, trace=trace, progress=progress, pass_rates=pass_rates)
     try:
         await loop.run(stages, ledger, Rules(config.schedule.run_ahead), bell)
     except BaseExceptionGroup as group:
@@ -90,29 +101,46 @@ def sizes(config: Config, *, num_groups: int | None = None) -> Settings:
     )
 
 
-def chosen_objective(config: Config) -> Objective:
-    """The objective that the configuration names, with its values in place.
+def named_objective(config: Config) -> Objective:
+    """The objective that the configuration names, with its corrections and values in place.
 
-    Raises UserError for an unknown name or value, and for a combination that can't learn.
+    Raises UserError for an unknown name or value, and for a value that nothing in the objective answers to.
     """
-    settings = config.objective
+    values = config.objective.model_dump(exclude={"name", "corrections"})
     try:
-        chosen = objective(
-            settings.name,
-            weight_cap=settings.weight_cap,
-            reduction=settings.reduction,
-            length=config.generate.max_new_tokens,
-        )
+        return objective(config.objective.name, corrections=config.objective.corrections, **values)
     except ValueError as error:
         raise UserError(f"objective: {error}") from None
-    if "whole_groups" in chosen.recorded and config.schedule.group_size < 2:
-        raise UserError(
-            f"{chosen.name} compares the rollouts of one prompt, and schedule.group_size is "
-            f"{config.schedule.group_size}: set it to 2 or more, 8 for instance"
-        )
-    if config.generate.temperature == 0:
-        raise UserError("generate.temperature is 0: greedy rollouts of a prompt are all the same; set it to 1.0")
+
+
+def chosen_objective(config: Config) -> Objective:
+    """`named_objective`, ready for this run: raises UserError for what it would silently do wrong in it, unless
+    objective.unsound says that this is wanted.
+    """
+    chosen = named_objective(config)
+    if chosen.length is None:
+        chosen = replace(chosen, length=config.generate.max_new_tokens)
+    for refusal in refusals(chosen, situation(config)):
+        if refusal.impossible:
+            raise UserError(str(refusal))
+        if not chosen.unsound:
+            raise UserError(f"{refusal}; or say objective.unsound = true to train it all the same")
     return chosen
+
+
+def overridden(config: Config, chosen: Objective) -> list[str]:
+    """Why `chosen` would be refused in this run, where objective.unsound trains it all the same."""
+    return [refusal.reason for refusal in refusals(chosen, situation(config))]
+
+
+def situation(config: Config) -> Situation:
+    """What the run does that an objective depends on."""
+    return Situation(
+        stale=config.schedule.run_ahead > 0,
+        optimizer_steps=config.train.optimizer_steps * config.train.passes,
+        group_size=config.schedule.group_size,
+        temperature=config.generate.temperature,
+    )
 
 
 def simulate(config: Config) -> list[Event]:
@@ -126,8 +154,11 @@ def simulate(config: Config) -> list[Event]:
     return events
 
 
-def train(resolved: Resolved, path: Path, *, resume: bool = False) -> None:
-    """A real run in this process, kept in the folder `path`. resume: go on from the newest checkpoint there.
+def train(
+    resolved: Resolved, path: Path, *, resume: bool = False, change: Callable[[Any], Any] = lambda parts: parts
+) -> None:
+    """A real run in this process, kept in the folder `path`. resume: go on from the newest checkpoint there; change: a
+    last word on the run's parts (`in_process.Parts`), for experiments.
 
     Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
     """
@@ -137,7 +168,7 @@ def train(resolved: Resolved, path: Path, *, resume: bool = False) -> None:
         progress_line.phase("importing torch and transformers")
         from headway.in_process import compose
 
-        parts = compose(resolved.config, chosen, checkpoint, progress_line.phase)
+        parts = change(compose(resolved.config, chosen, checkpoint, progress_line.phase))
         folder = RunFolder(path)
         try:
             clock.run(_train(resolved, parts, folder, checkpoint, progress_line))
@@ -162,6 +193,7 @@ async def _train(
 ) -> None:
     if checkpoint is None or "command line" in resolved.origins.values():
         folder.write_config(resolved)
+        folder.write_objective(description(parts.objective))
     trace = Trace()
     folder.listen_to(trace)
     trace.subscribe(progress_line)
@@ -173,9 +205,17 @@ async def _train(
             trace,
             clock_name="wall",
             progress=checkpoint.progress if checkpoint else None,
+            pass_rates=_pass_rates(parts),
+            unsound=overridden(resolved.config, parts.objective),
         )
         progress_line.phase("saving the model")
         await stages.export(folder.model)
+
+
+def _pass_rates(parts: Any) -> PassRates | None:
+    if parts.objective.retire_above is None:
+        return None
+    return PassRates(lambda group: parts.source.at(group)[0].uid, len(parts.source), parts.objective.retire_above)
 
 
 def describe(resolved: Resolved) -> str:

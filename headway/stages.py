@@ -4,15 +4,15 @@ Two faces of one system:
 
 - `Stages` is what the loop in `schedule/` drives: the five verbs of a training step, passing opaque references. It
   never looks into a reference; what it may know of a rollout comes beside it, as a receipt.
-- `Generator` and `Trainer` are the boundary to the model: `sample`, `forward`, `forward_backward`, `optim_step`,
-  `save`/`load`. The real stages are made of them, and so can a loop of your own be.
+- `Generator`, `Trainer` and `Critic` are the boundary to the models: `sample`, `forward`, `forward_backward`,
+  `optim_step`, `save`/`load`. The real stages are made of them, and so can a loop of your own be.
 
 Every `Generator` passes the conformance tests in `tests/contract/`; doubles and real stages run through one loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ class SampleRequest:
     """One rollout to sample. Token `t` is drawn with uniform `t` of the stream that `seed_key` names.
 
     temperature: 0 means greedy. end_ids: ids that end the rollout and are part of it. stop: strings that end it;
-    every id sampled so far is kept.
+    every id sampled so far is kept. spare: it takes one of the engine's spare lanes, which no ticket is for.
     """
 
     prompt: Prompt
@@ -99,6 +99,7 @@ class SampleRequest:
     temperature: float = 1.0
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Of a batch's N trained tokens, on the CPU: log-prob and entropy under the current weights, and their loss.
+    """Of the N trained tokens of some rows, on the CPU: log-prob and entropy, and their loss.
 
     logp_N, entropy_N: float32 tensors without gradient; loss: a number (None where none was asked for).
     """
@@ -143,14 +144,20 @@ class ForwardResult:
 
 
 class Trainer(Protocol):
-    """The weights being optimised, in fp32, with their optimizer."""
+    """The weights being optimised, in fp32, with their optimizer; and the frozen reference, where one is needed.
 
-    def forward(self, batch: Any) -> ForwardResult:
-        """Every trained token of `batch` (a `models.batch.MicroBatch`) under the current weights, without gradients."""
+    Rows are `models.rows.Rows`.
+    """
+
+    def forward(self, rows: Any, *, reference: bool = False) -> ForwardResult:
+        """Every trained token under the current weights, or under the frozen reference, without gradients."""
         ...
 
-    def forward_backward(self, batch: Any, loss: Any) -> ForwardResult:
-        """Add the gradient of `loss(logp_N, batch)`; gradients accumulate until `optim_step`."""
+    def forward_backward(self, rows: Any, loss: Callable[[Any], Any]) -> ForwardResult:
+        """Add the gradient of `loss(logp_N)`, a scalar tensor; gradients accumulate until `optim_step`.
+
+        logp_N comes with its gradient, on the trainer's device.
+        """
         ...
 
     def optim_step(self) -> Mapping[str, Any]:
@@ -159,6 +166,39 @@ class Trainer(Protocol):
 
     def weights(self) -> Mapping[str, Any]:
         """Name -> tensor of every weight an engine needs. Valid until the next `optim_step`."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a critic says of some rows, on the CPU; float32 tensors without gradient.
+
+    value_N: of the state before each trained token; bootstrap_R: of the state in which each of the rollouts
+    `Rows.last_rollout_R` was cut off; loss: a number (None where none was asked for).
+    """
+
+    value_N: Any
+    bootstrap_R: Any
+    loss: float | None = None
+
+
+class Critic(Protocol):
+    """A value function being optimised beside the policy, with an optimizer of its own."""
+
+    def forward(self, rows: Any) -> Values:
+        """Values under the current weights, without gradients."""
+        ...
+
+    def forward_backward(self, rows: Any, loss: Callable[[Any], Any]) -> Values:
+        """Add the gradient of `loss(value_N)`, a scalar tensor; gradients accumulate until `optim_step`."""
+        ...
+
+    def optim_step(self) -> Mapping[str, Any]:
+        """As `Trainer.optim_step`."""
         ...
 
     def save(self, folder: Path) -> None: ...

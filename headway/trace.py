@@ -5,12 +5,13 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 
 | kind | when | fields |
 |---|---|---|
-| `run` | first, and again when a run is resumed | lanes, batch_size, group_size, run_ahead, steps, max_lag, seed, version, clock |
+| `run` | first, and again when a run is resumed | lanes, batch_size, group_size, run_ahead, steps, max_lag, seed, version, clock, unsound (reasons) |
 | `started` | a rollout is handed to a lane | rollout, group, member, lane, version, evaluation (held-out and greedy) |
 | `generated` | its lane is free again | rollout, lane, prompt, tokens, prompt_tokens, versions ([version, tokens] runs), finish |
 | `scored` | its scorer has answered | rollout, group, outcome, reward |
 | `failed` | a group can't be trained; its slots are released | group, prompt, reason |
 | `taken` | the idle trainer takes a batch | version, groups, rollouts, lags, token_lag |
+| `retired` | a prompt was answered right so often that it is not asked again | group, prompt |
 | `trained` | a train step ended | version (the new one), metrics |
 | `publishing` | the new weights leave the trainer | version |
 | `published` | every engine has acknowledged them | version |

@@ -187,7 +187,7 @@ def test_words_that_are_no_overrides(words, message):
         (["--steps", "many"], "--run.steps = 'many': input should be a valid integer"),
         (["--run-ahead", "-1"], "--schedule.run-ahead = '-1': input should be greater than or equal to 0"),
         (["--run-ahead", "inf"], "--schedule.run-ahead = 'inf': input should be a finite number"),
-        (["--learning-rate", "nan"], "--train.learning-rate = 'nan': input should be"),
+        (["--train.learning-rate", "nan"], "--train.learning-rate = 'nan': input should be"),
         (
             ["--train.learning-rate-schedule", "linea"],
             "--train.learning-rate-schedule = 'linea': input should be 'constant', 'linear' or 'cosine'",
@@ -221,6 +221,68 @@ def test_the_sizes_that_are_named_are_valid(group_size):
             message = refusal(None, "--batch-size", str(batch_size), "--group-size", str(group_size))
             for size in re.findall(r"\d+", message.split("try batch_size")[1]):
                 resolve(None, ["--batch-size", size, "--group-size", str(group_size)])
+
+
+# What depends on another key
+
+
+@pytest.mark.parametrize(
+    ("words", "learning_rate"),
+    [([], 1e-5), (["--kind", "lora"], 1e-4), (["--kind", "tinylora"], 1e-4), (["--kind", "lora", "--rank", "1"], 1e-4)],
+)
+def test_the_learning_rate_is_ten_times_as_high_with_an_adapter(words, learning_rate):
+    resolved = resolve(None, words)
+    assert resolved.config.train.learning_rate == learning_rate
+    assert f"learning_rate = {learning_rate!r} # default" in resolved.to_toml()
+    assert resolve(None, [*words, "--train.learning-rate", "0"]).config.train.learning_rate == 0.0
+
+
+def test_an_adapter_shows_what_its_kind_takes_and_nothing_else():
+    shown = resolve(None, ["--kind", "lora", "--rank", "4"]).to_toml().split("[adapter]")[1].split("[data]")[0]
+    assert shown.strip().splitlines() == [
+        'kind = "lora" # command line',
+        "rank = 4 # command line",
+        "alpha = 32.0 # default",
+        'scaling = "rank" # default',
+        "# vector_size is not set (default)",
+        "# tying is not set (default)",
+        "# targets is not set (default)",
+        "# start is not set (default)",
+        "merge = false # default",
+    ]
+
+
+def test_sizes_of_an_adapter_to_go_on_from_are_its_own():
+    adapter = resolve(None, ["--kind", "lora", "--start", "some/model", "--alpha", "16"]).config.adapter
+    assert (adapter.rank, adapter.alpha, adapter.scaling, adapter.merge) == (None, 16.0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "kind", "kinds"),
+    [
+        (["--rank", "8"], "rank", "none", "lora or tinylora"),
+        (["--kind", "none", "--merge", "true"], "merge", "none", "lora or tinylora"),
+        (["--adapter.start", "some/model"], "start", "none", "lora or tinylora"),
+        (["--kind", "lora", "--tying", "1"], "tying", "lora", "tinylora"),
+        (["--kind", "tinylora", "--alpha", "32"], "alpha", "tinylora", "lora"),
+        (["--kind", "tinylora", "--scaling", "rank"], "scaling", "tinylora", "lora"),
+    ],
+)
+def test_a_key_that_the_kind_of_adapter_would_ignore(words, name, kind, kinds):
+    expected = f"adapter.{name} does nothing with adapter.kind {kind}; leave it out, or set adapter.kind to {kinds}"
+    assert refusal(None, *words) == f"command line: {expected}"
+
+
+@pytest.mark.parametrize("kind", ["lora", "tinylora", "none"])
+def test_the_recipe_of_an_adapter_gives_it_again(recipe, kind):
+    resolved = resolve(None, ["--kind", kind])
+    assert resolve(recipe(resolved.to_toml())).config == resolved.config
+
+
+def test_a_kind_of_adapter_that_is_none(recipe):
+    assert refusal(None, "--kind", "lorra").startswith("--adapter.kind = 'lorra': input should be 'none', 'lora' or")
+    path = recipe('[adapter]\nkind = ["lora"]\n')
+    assert refusal(path).startswith(f"{path}: adapter.kind = ['lora']: input should be 'none'")
 
 
 # Recipe files
@@ -310,7 +372,7 @@ def test_settings_are_frozen():
 
 
 SELF_EXPLAINING = {
-    *("train.learning_rate", "train.beta1", "train.beta2", "train.epsilon", "train.weight_decay"),
+    *("train.beta1", "train.beta2", "train.epsilon", "train.weight_decay"),
     *("simulate.mean_length", "simulate.train_time", "simulate.sync_time", "simulate.score_time"),
 }
 
@@ -345,7 +407,7 @@ def test_types_in_help_texts(annotation, shown):
 
 
 def test_every_type_has_a_short_name():
-    assert all(re.fullmatch(r"[a-z0-9|]+( or [a-z]+)*", choices(info.annotation)) for _, info in fields())
+    assert all(re.fullmatch(r"[a-z0-9|_]+( or [a-z]+)*", choices(info.annotation)) for _, info in fields())
 
 
 def test_an_empty_stop_string_is_refused(tmp_path):

@@ -97,7 +97,11 @@ def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
         assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert abs(figures["mismatch_kl_k3"]) < 1e-8
         assert abs(figures["mismatch_kl_k1"]) < 1e-6
-        assert figures["weight_capped_share"] == 0
+        assert figures["acted_share/tis"] == 0
+        assert figures["canary_tokens"] >= 2
+        assert 0 <= figures["canary_kl_k3"] < 1e-8
+        assert abs(figures["canary_kl_k1"]) < 1e-6
+        assert figures["canary_max_abs_log_ratio"] < 1e-5
         assert figures["grad_norm"] > 0
     assert set(hashes) == {(start, start)}
     if run_ahead:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headway.in_process
 from headway import config, run
+from headway.batch import Batch
 from headway.config import Resolved
-from headway.models.batch import Batch
 from headway.models.policy import load_policy, load_tokenizer
 from headway.models.weights import fingerprint
 from headway.reports.folder import choose_folder
@@ -153,12 +158,12 @@ class Watched:
         self._kill_at, self._train_step = kill_at, headway.in_process.train_step
         monkeypatch.setattr(headway.in_process, "train_step", self)
 
-    def __call__(self, trainer: Any, objective: Any, batch: Batch) -> Any:
+    def __call__(self, trainer: Any, critic: Any, objective: Any, batch: Batch, **options: Any) -> Any:
         if batch.version == self._kill_at:
             self._kill_at = None
             raise Killed
         self.batches[batch.version] = batch  # what a resume trains again takes the place of what was lost
-        return self._train_step(trainer, objective, batch)
+        return self._train_step(trainer, critic, objective, batch, **options)
 
     def trained(self) -> Counter[tuple[str, int]]:
         return Counter((r.prompt.uid, r.member) for batch in self.batches.values() for r in batch.rollouts)
@@ -232,6 +237,85 @@ def test_a_resume_without_a_checkpoint_is_refused(workplace: Path, model_folder:
         run.train(resolved(model_folder), workplace / "run", resume=True)
 
 
+# ---- adapters
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_run_with_lora_leaves_an_adapter_or_a_merged_model(workplace: Path, model_folder: Path, merge: bool):
+    """Its reward rises, and `peft` or `transformers` gives the greedy answers of its last evaluation."""
+    out = workplace / "run"
+    settings = resolved(
+        model_folder,
+        adapter__kind="lora",
+        adapter__rank=2,
+        adapter__merge=merge,
+        train__learning_rate=0.02,
+        run__steps=30,
+        schedule__batch_size=16,
+        schedule__group_size=4,
+        evaluate__size=4,
+        data__size=40,
+    )
+    run.train(settings, out)
+    steps = [row for row in rows(out / "metrics.jsonl") if "loss" in row]
+    rewards = [row["reward_mean"] for row in steps]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+    assert steps[0]["mismatch_kl_k3"] < 1e-9
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    if merge:
+        model = AutoModelForCausalLM.from_pretrained(out / "model")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft asks transformers for something by an old name
+            model = PeftModel.from_pretrained(base, out / "model")
+    last = [row for row in rows(out / "evaluations.jsonl") if row["version"] == 30]
+    assert len(last) == 4
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    for row in last:
+        ids = tokenizer(row["prompt"], return_tensors="pt")
+        generated = model.generate(**ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        answer = tokenizer.decode(generated[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == row["text"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "tinylora"])
+def test_a_resumed_run_with_an_adapter_is_the_uninterrupted_one(workplace: Path, model_folder: Path, monkeypatch, kind):
+    """Its checkpoints hold the adapter and no base."""
+    settings = resolved(model_folder, adapter__kind=kind, schedule__run_ahead=0, train__learning_rate=0.02, **DRAINED)
+    run.train(settings, workplace / "whole")
+    killed_and_resumed(settings, workplace / "parts", Watched(monkeypatch, kill_at=3))
+    one, other = (load_file(workplace / name / "model" / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-3, rtol=0)
+    steps = [row for row in rows(workplace / "parts" / "metrics.jsonl") if "loss" in row]
+    assert max(row["mismatch_kl_k3"] for row in steps) < 1e-9
+    kept = torch.load(workplace / "parts" / "checkpoints" / "version-00000006" / "trainer.pt")
+    assert all(".lora_" in name or ".tinylora_v." in name for name in kept["weights"])
+    assert len(kept["weights"]) == len(kept["optimizer"]["state"])
+
+
+def test_a_run_that_goes_on_from_an_adapter(workplace: Path, model_folder: Path):
+    run.train(resolved(model_folder, adapter__kind="lora", adapter__rank=3, run__steps=2), workplace / "first")
+    settings = resolved(model_folder, adapter__kind="lora", adapter__start=workplace / "first", run__steps=2)
+    with pytest.raises(UserError, match=f"no adapter folder: .* did you mean {workplace}/first/model"):
+        run.train(settings, workplace / "second")
+    settings = resolved(model_folder, adapter__kind="lora", adapter__start=workplace / "first/model", run__steps=2)
+    run.train(settings, workplace / "second")
+    assert json.loads((workplace / "second/model/adapter_config.json").read_text())["r"] == 3
+
+
+def test_engine_and_trainer_have_one_adapter_in_storage_of_their_own(workplace: Path, model_folder: Path):
+    settings = resolved(model_folder, adapter__kind="tinylora").config
+    parts = headway.in_process.compose(settings, run.chosen_objective(settings), None, lambda what: None)
+    asyncio.run(parts.scorer.close())
+    ours, theirs = parts.trainer_policy, parts.engine_policy
+    assert fingerprint(ours.fixed_state()["frame"]) == fingerprint(theirs.fixed_state()["frame"])
+    assert fingerprint(ours.model.state_dict()) == fingerprint(theirs.model.state_dict())
+    shared = {t.data_ptr() for t in ours.model.state_dict().values()}
+    assert not shared & {t.data_ptr() for t in theirs.model.state_dict().values()}
+
+
 # ---- runs that fail
 
 
@@ -280,7 +364,9 @@ def test_a_stage_that_fails_ends_the_run_with_its_cause(
     def fail(*arguments: Any, **options: Any) -> Any:
         raise OSError(f"no {stage} today")
 
-    name = {"generate": "TorchEngine", "prepare": "pack", "train": "train_step", "save": "write_checkpoint"}[stage]
+    name = {"generate": "TorchEngine", "prepare": "prepare_batch", "train": "train_step", "save": "write_checkpoint"}[
+        stage
+    ]
     if stage == "generate":
         monkeypatch.setattr(headway.in_process.TorchEngine, "_prefill", fail)
     else:

@@ -11,7 +11,7 @@ import asyncio
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -60,17 +60,25 @@ class TorchEngine:
     """Implements `headway.stages.Generator`.
 
     policy: the engine's own copy of the weights; lanes: rollouts in flight at once (more requests than that wait);
-    decode: ids -> text; cores: its claim to CPU cores; version: what the policy's weights are called.
+    spare_lanes: as many more, for spare requests alone; decode: ids -> text; cores: its claim to CPU cores; version:
+    what the policy's weights are called.
     """
 
     def __init__(
-        self, policy: Policy, *, lanes: int, decode: Callable[[Sequence[int]], str], cores: Cores, version: int = 0
+        self,
+        policy: Policy,
+        *,
+        lanes: int,
+        decode: Callable[[Sequence[int]], str],
+        cores: Cores,
+        version: int = 0,
+        spare_lanes: int = 0,
     ) -> None:
         self._policy, self._decode, self._cores = policy, decode, cores
-        self._num_lanes, self._version = lanes, version
+        self._num_lanes, self._num_spare, self._version = lanes, spare_lanes, version
         self._lanes: list[_Lane] = []
         self._waiting: deque[_Lane] = deque()
-        self._cache = KeyValueCache(lanes)
+        self._cache = KeyValueCache(lanes + spare_lanes)
         self._known_prompts: OrderedDict[tuple[int, ...], _KnownPrompt] = OrderedDict()
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
@@ -93,7 +101,7 @@ class TorchEngine:
 
     async def load(self, weights: Mapping[str, Any], version: int) -> None:
         def swap() -> None:
-            assign_weights(self._policy.model, weights)
+            assign_weights(self._policy.weights(), weights)
             self._version = version
             self._known_prompts.clear()  # their keys and values belong to the old weights
 
@@ -134,6 +142,7 @@ class TorchEngine:
             self._commands.put((command, answer))
 
     def _check(self, request: SampleRequest) -> None:
+        assert self._num_spare or not request.spare, "a spare request, and the engine has no spare lane"
         needed = len(request.prompt.tokens) + request.max_new_tokens
         if not request.prompt.tokens:
             raise UserError(f"prompt {request.prompt.uid} has no tokens, and an answer needs something to follow")
@@ -202,11 +211,10 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Hand waiting rollouts free lanes and sample their first token; each prompt is prefilled once."""
-        num_free = self._num_lanes - len(self._lanes)
-        joining = list(islice(self._waiting, num_free))
+        joining = self._joining()
         if not joining:
             return
-        prompts = self._prompts(list(dict.fromkeys(lane.request.prompt.tokens for lane in joining)))
+        prompts = self._prompts(joining)
         needed = max(len(lane.request.prompt.tokens) + lane.request.max_new_tokens for lane in joining)
         first = len(self._lanes)
         for lane in joining:
@@ -214,11 +222,23 @@ class TorchEngine:
             self._cache.reserve(needed, prompt.kept)
             self._cache.write(len(self._lanes), prompt.kept)
             lane.length = len(lane.request.prompt.tokens)
-            self._lanes.append(self._waiting.popleft())
+            self._waiting.remove(lane)
+            self._lanes.append(lane)
         hidden_ND = torch.stack([prompts[lane.request.prompt.tokens].last_hidden_D for lane in joining])
         self._append_tokens(first, hidden_ND)
 
-    def _prompts(self, wanted: list[tuple[int, ...]]) -> dict[tuple[int, ...], _KnownPrompt]:
+    def _joining(self) -> list[_Lane]:
+        """Who waits and finds a free lane of its kind, first come, first served."""
+        num_spare = sum(lane.request.spare for lane in self._lanes)
+        free = {False: self._num_lanes - (len(self._lanes) - num_spare), True: self._num_spare - num_spare}
+        return [lane for kind, num in free.items() for lane in islice(self._of_kind(kind), num)]
+
+    def _of_kind(self, spare: bool) -> Iterator[_Lane]:
+        return (lane for lane in self._waiting if lane.request.spare == spare)
+
+    def _prompts(self, joining: list[_Lane]) -> dict[tuple[int, ...], _KnownPrompt]:
+        """The prompts of those that join, prefilled where they aren't known. A spare request's own one is not kept."""
+        wanted = list(dict.fromkeys(lane.request.prompt.tokens for lane in joining))
         found = {tokens: self._known_prompts[tokens] for tokens in wanted if tokens in self._known_prompts}
         missing = [tokens for tokens in wanted if tokens not in found]
         while missing:
@@ -226,7 +246,7 @@ class TorchEngine:
             while missing and sum(map(len, part)) + len(missing[0]) <= PREFILL_TOKENS:
                 part.append(missing.pop(0))
             found.update(self._prefill(part))
-        for tokens in wanted:
+        for tokens in dict.fromkeys(lane.request.prompt.tokens for lane in joining if not lane.request.spare):
             self._known_prompts[tokens] = found[tokens]
             self._known_prompts.move_to_end(tokens)
         while len(self._known_prompts) > KNOWN_PROMPTS:

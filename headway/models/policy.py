@@ -15,7 +15,9 @@ import logging
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from headway.models import attention
+from headway.config import AdapterSettings
+from headway.models import adapters, attention
+from headway.models.adapters import Adapter
 from headway.models.attention import AttentionPlan, PackedAttention, Segment
 from headway.models.distribution import Head, logprobs
 from headway.models.weights import named_weights
@@ -39,10 +43,14 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal LM with Headway's attention. Dropout is off, in training too: the policy is one distribution."""
+    """A causal LM with Headway's attention. Dropout is off, in training too: the policy is one distribution.
+
+    adapter: the one inside `model`, which then is all that is trained and handed over.
+    """
 
     model: Any
     head: Head
+    adapter: Adapter | None = None
 
     @property
     def device(self) -> torch.device:
@@ -69,14 +77,37 @@ class Policy:
         return output.last_hidden_state[0]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return named_weights(self.model)
+        """What an engine must be sent, by name, in the policy's own storage: all of the model, or its adapter alone."""
+        return self.adapter.weights() if self.adapter else named_weights(self.model)
+
+    def fixed_state(self) -> dict[str, Any]:
+        """What a resumed run needs beside `weights` and the base: nothing, without an adapter."""
+        return self.adapter.fixed_state() if self.adapter else {}
+
+    def adopt(self, fixed_state: Mapping[str, Any]) -> None:
+        """Take over the `fixed_state` of the policy whose weights come next. Raises UserError if it does not fit."""
+        if self.adapter and fixed_state:
+            self.adapter.adopt(fixed_state)
+
+    @property
+    def has_own_reference(self) -> bool:
+        """Whether the starting policy can still be had from this one. Not if all weights are trained."""
+        return self.adapter is not None
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """`with policy.as_reference():` runs forward passes, without gradients, under the policy the run began with.
+
+        Tensors of `weights` that were handed out before keep their values.
+        """
+        assert self.adapter is not None, "a policy that trains all its weights needs a frozen copy as its reference"
+        return self.adapter.at_start()
 
 
-def load_policy(path: str, device: str | None = None) -> Policy:
-    """A policy in float32, checked against the model's own forward pass.
+def load_policy(path: str, device: str | None = None, adapter: AdapterSettings | None = None, seed: int = 0) -> Policy:
+    """A policy in float32, checked against the model's own forward pass, with the adapter that is asked for.
 
-    Raises UserError for a folder that is missing or holds no causal LM, and for an architecture that can't be served
-    right.
+    seed: of what is random in a new adapter. Raises UserError for a folder that is missing or holds no causal LM, for
+    an architecture that can't be served right, and for an adapter that does not fit.
     """
     folder = locate(path)
     target = _device(device)
@@ -89,7 +120,15 @@ def load_policy(path: str, device: str | None = None) -> Policy:
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
-    return as_policy(model.to(target))
+    return add_adapter(as_policy(model.to(target)), adapter or AdapterSettings(), seed)
+
+
+def add_adapter(policy: Policy, settings: AdapterSettings, seed: int) -> Policy:
+    """The policy with an adapter put into its model; as it is for kind none."""
+    if settings.kind == "none":
+        return policy
+    assert policy.adapter is None
+    return replace(policy, adapter=adapters.put_into(policy.model, settings, seed))
 
 
 def as_policy(model: Any) -> Policy:
@@ -158,18 +197,32 @@ def load_tokenizer(path: str) -> Any:
         raise UserError(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from None
 
 
-def save_policy(policy: Policy, tokenizer: Any, folder: Path) -> None:
+def save_policy(policy: Policy, tokenizer: Any, folder: Path, *, merge: bool = False) -> None:
     """A Hugging Face folder that plain `transformers` loads; whether head and embedding are tied is kept as it is.
 
-    Of the generation config only the special ids are left: a penalty in it would give other tokens than the policy's.
+    With an adapter it is a folder that `peft` loads on top of the base, which it names; or, with `merge`, a whole model
+    again. The policy itself is not changed by that.
     """
-    model = policy.model
+    if policy.adapter and not merge:
+        policy.adapter.save(folder, _base_of(policy.model))
+    else:
+        _save_model(policy.adapter.merged() if policy.adapter else policy.model, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _save_model(model: Any, folder: Path) -> None:
+    """Of its generation config only the special ids are left: a penalty in it would give other tokens."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     model.config.tie_word_embeddings = embedding.weight is head.weight
     ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+
+
+def _base_of(model: Any) -> str:
+    """Where a loaded model came from, in a form that holds in any working directory."""
+    name = model.name_or_path
+    return str(Path(name).resolve()) if Path(name).is_dir() and name else name
 
 
 def _device(name: str | None) -> torch.device:
@@ -197,6 +250,8 @@ def locate(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / adapters.CONFIG_FILE).is_file():
+                raise UserError(f"{path} is an adapter, no whole model: give it as adapter.start, and its base here")
             raise UserError(f"{path} is no Hugging Face model folder: it has no config.json")
         return str(folder)
     if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():

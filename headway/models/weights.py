@@ -24,12 +24,11 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def assign_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into the model's own storage. Names and shapes must match exactly, both ways.
+def assign_weights(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into `own`, a receiver's own storage by name. Names and shapes must match exactly, both ways.
 
     Everything is checked before anything is copied, so a refused hand-over leaves the model as it was.
     """
-    own = named_weights(model)
     for name in weights:
         if name not in own:
             nearest = difflib.get_close_matches(name, own, n=1)

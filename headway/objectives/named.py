@@ -1,112 +1,280 @@
-"""Objectives as data: which parts, with which values, from which source. Free of torch, so configuration can check it.
+"""Every named objective as a line of parts, with its source and its authors' values.
 
-Every preset is a line of parts. `compose.py` turns a description into functions.
+Free of torch, so configuration can check it. `compose.py` turns a description into functions.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any
 
-AdvantageName = Literal["group_mean_std", "group_mean"]
-WeightName = Literal["truncated", "none"]
-SurrogateName = Literal["clipped", "policy_gradient"]
-ReductionName = Literal["token_mean", "rollout_mean_token_mean", "rollout_mean_token_sum", "constant", "prompt_mean"]
-
-ADVANTAGES: tuple[str, ...] = get_args(AdvantageName)
-WEIGHTS: tuple[str, ...] = get_args(WeightName)
-SURROGATES: tuple[str, ...] = get_args(SurrogateName)
-REDUCTIONS: tuple[str, ...] = get_args(ReductionName)
-
-GRPO = "advantage, surrogate, reduction: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1"
-DR_GRPO = "advantage, reduction: Liu et al. 2025, Dr. GRPO, arXiv 2503.20783, section 3.2"
-PPO = "surrogate: Schulman et al. 2017, PPO, arXiv 1707.06347, section 3, equation 7"
-TIS = "weight: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, C = 2"
-
-
-def _check_name(what: str, name: str, valid: Iterable[str]) -> None:
-    names = sorted(valid)
-    if name not in names:
-        nearest = max(names, key=lambda known: difflib.SequenceMatcher(None, name, known).ratio())
-        raise ValueError(f"unknown {what} {name!r}; the nearest valid name is {nearest} (valid: {', '.join(names)})")
-
-
-def _check_range(what: str, value: float, above: float, up_to: float = inf) -> None:
-    if not above < value <= up_to:
-        bound = "" if up_to == inf else f" and at most {up_to:g}"
-        raise ValueError(f"{what} {value} must be above {above:g}{bound}")
+from headway.objectives.corrections import YAO, corrected
+from headway.objectives.overrides import OVERRIDES
+from headway.objectives.parts import (
+    MISMATCH,
+    STALENESS,
+    WHOLE,
+    Act,
+    Advantage,
+    Clamped,
+    Clipped,
+    ClippedValue,
+    Objective,
+    Overlong,
+    Preference,
+    Ratio,
+    ReductionName,
+    ReferenceKL,
+    ScoreFunction,
+    SquaredLogRatio,
+    Term,
+    Weight,
+    check_name,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """One policy term: an advantage, a weight, a surrogate and a reduction, each named as the function that does it.
+def _whole_token(name: str, act: Act, source: str, *, ratio: Ratio = WHOLE, low: float = 0.0, high: float = inf):
+    return Weight(name=name, ratio=ratio, act=act, low=low, high=high, source=source)
 
-    sources: which part is from where. weight_cap: C of the truncated weight of the proximal against the behaviour
-    log-probs, inf for plain importance sampling. clip_low, clip_high: the surrogate's ratio is clipped to
-    [1 - clip_low, 1 + clip_high]. dual_clip: see `surrogates.clipped`; None is off. length: the constant of the
-    reduction "constant", in tokens; other reductions ignore it. Raises ValueError for an unknown name or unfit value.
-    """
 
-    name: str
-    sources: tuple[str, ...]
-    advantage: AdvantageName
-    weight: WeightName = "truncated"
-    weight_cap: float = 2.0
-    surrogate: SurrogateName = "clipped"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    reduction: ReductionName = "rollout_mean_token_mean"
-    length: int | None = None
+def _policy(loss: Any, reduction: ReductionName, *weights: Weight) -> Term:
+    return Term(loss=loss, weights=weights, reduction=reduction)
 
-    def __post_init__(self) -> None:
-        _check_name("advantage", self.advantage, ADVANTAGES)
-        _check_name("weight", self.weight, WEIGHTS)
-        _check_name("surrogate", self.surrogate, SURROGATES)
-        _check_name("reduction", self.reduction, REDUCTIONS)
-        _check_range("weight_cap", self.weight_cap, above=0.0)
-        _check_range("clip_low", self.clip_low, above=0.0, up_to=1.0)
-        _check_range("clip_high", self.clip_high, above=0.0)
-        if self.dual_clip is not None:
-            _check_range("dual_clip", self.dual_clip, above=1.0)
-        if self.length is not None:
-            _check_range("length", self.length, above=0.0)
 
-    @property
-    def recorded(self) -> tuple[str, ...]:
-        """What must be recorded for this objective, beside token ids, rewards and masks.
+def _kl(estimator: Any, coefficient: float, reduction: ReductionName) -> Term:
+    return Term(loss=ReferenceKL(estimator=estimator), coefficient=coefficient, reduction=reduction)
 
-        behaviour_logprobs: by the engine, as each token is sampled. whole_groups: baselines compare a prompt's
-        rollouts, so a group is never split over batches. proximal_logprobs: the trainer's, before the first of several
-        optimizer steps on one batch; with one step they equal the current ones and need no forward pass.
-        """
-        behaviour = ("behaviour_logprobs",) if self.weight == "truncated" else ()
-        return (*behaviour, "proximal_logprobs", "whole_groups")
 
+_GRPO_ADVANTAGE = Advantage(name="group_mean_std")
+_CENTRED = Advantage(name="group_mean")
+_NO_REFILL = (
+    "zero-variance groups leave the batch; refilling it with other prompts (dynamic sampling) is the schedule's part"
+)
 
 PRESETS: dict[str, Objective] = {
     preset.name: preset
     for preset in (
-        Objective(name="grpo", sources=(GRPO, PPO, TIS), advantage="group_mean_std"),
-        Objective(name="dr_grpo", sources=(DR_GRPO, PPO, TIS), advantage="group_mean", reduction="constant"),
+        Objective(
+            name="reinforce",
+            source="Williams 1992, REINFORCE, with the batch's mean reward as its baseline",
+            advantage=Advantage(name="batch_mean"),
+            terms=(_policy(ScoreFunction(), "rollout_mean_token_sum"),),
+        ),
+        Objective(
+            name="rloo",
+            source="Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019",
+            advantage=Advantage(name="leave_one_out"),
+            terms=(_policy(ScoreFunction(), "rollout_mean_token_sum"),),
+            reward_kl=0.03,
+            notes=("the answer is one action; reward_kl is that of their summarisation runs",),
+        ),
+        Objective(
+            name="reinforce_pp",
+            source="Hu et al. 2025, REINFORCE++, arXiv 2501.03262, section 3",
+            advantage=Advantage(name="reward", whiten=True),
+            terms=(_policy(Clipped(), "token_mean"),),
+            reward_kl=0.01,
+            notes=("reward_kl is OpenRLHF's default",),
+        ),
+        Objective(
+            name="reinforce_pp_baseline",
+            source="Hu et al. 2025, REINFORCE++-baseline, arXiv 2501.03262, section 3",
+            advantage=Advantage(name="group_mean", whiten=True),
+            terms=(_policy(Clipped(), "token_mean"), _kl("k2", 0.001, "token_mean")),
+            notes=("the coefficient of the KL term is Headway's choice",),
+        ),
+        Objective(
+            name="grpo",
+            source="Shao et al. 2024, DeepSeekMath, arXiv 2402.03300, section 4.1",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(Clipped(), "rollout_mean_token_mean"),
+                _kl("k3", 0.04, "rollout_mean_token_mean"),
+            ),
+            notes=("the paper leaves the ddof of the std open; 1 is what its followers use",),
+        ),
+        Objective(
+            name="dr_grpo",
+            source="Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
+            advantage=_CENTRED,
+            terms=(_policy(Clipped(), "constant"),),
+        ),
+        Objective(
+            name="dapo",
+            source="Yu et al. 2025, DAPO, arXiv 2503.14476, section 3",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(_policy(Clipped(clip_high=0.28), "token_mean"),),
+            overlong=Overlong(),
+            filters=("zero_variance",),
+            notes=(_NO_REFILL,),
+        ),
+        Objective(
+            name="gspo",
+            source="Zheng et al. 2025, GSPO, arXiv 2507.18071, section 4.1",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(
+                    Clipped(ratio=replace(STALENESS, level="geometric"), clip_low=3e-4, clip_high=4e-4),
+                    "rollout_mean_token_mean",
+                ),
+            ),
+        ),
+        Objective(
+            name="gspo_token",
+            source="Zheng et al. 2025, GSPO, arXiv 2507.18071, section 4.3",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(
+                    Clipped(ratio=replace(STALENESS, level="geometric_token"), clip_low=3e-4, clip_high=4e-4),
+                    "rollout_mean_token_mean",
+                ),
+            ),
+        ),
+        Objective(
+            name="cispo",
+            source="MiniMax-M1, arXiv 2506.13585, section 3.1",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(
+                    ScoreFunction(),
+                    "token_mean",
+                    _whole_token("cispo", "truncate", "MiniMax-M1", ratio=STALENESS, high=5.0),
+                ),
+            ),
+            notes=("the paper tunes the upper bound and gives no number; 5 is ScaleRL's",),
+        ),
+        Objective(
+            name="ppo",
+            source="Schulman et al. 2017, PPO, arXiv 1707.06347; GAE, arXiv 1506.02438",
+            advantage=Advantage(name="gae", gamma=1.0, lam=0.95, whiten=True),
+            terms=(
+                _policy(Clipped(), "token_mean"),
+                Term(loss=ClippedValue(), reduction="token_mean"),
+            ),
+            notes=("gamma 1 is the practice for language models; the value loss has an optimizer of its own",),
+        ),
+        Objective(
+            name="decoupled_ppo",
+            source="AReaL, arXiv 2505.24298, section 5.2; Hilton et al. 2021, Batch size-invariance",
+            advantage=Advantage(name="reward", whiten=True),
+            terms=(
+                _policy(Clipped(), "token_mean", _whole_token("is", "truncate", "AReaL: pi_prox / mu", ratio=MISMATCH)),
+            ),
+            notes=("no critic and gamma = lam = 1, as in their experiments: the advantage is the whitened reward",),
+        ),
+        Objective(
+            name="olmo3",
+            source="Olmo 3, arXiv 2512.13961, equation 1; values of open-instruct",
+            advantage=_CENTRED,
+            terms=(
+                _policy(
+                    Clipped(clip_high=0.272),
+                    "token_mean",
+                    _whole_token("tis", "truncate", YAO, ratio=MISMATCH, high=2.0),
+                ),
+            ),
+            filters=("zero_variance",),
+            notes=(_NO_REFILL,),
+        ),
+        Objective(
+            name="minirl",
+            source="Zheng et al. 2025, Stabilizing RL with LLMs, arXiv 2512.01374",
+            advantage=_CENTRED,
+            terms=(
+                _policy(
+                    ScoreFunction(),
+                    "rollout_mean_token_sum",
+                    _whole_token("staleness", "truncate", "MiniRL", ratio=STALENESS),
+                    _whole_token("tis", "truncate", "MiniRL: the mismatch, at most 5", ratio=MISMATCH, high=5.0),
+                    _whole_token("clip", "clip_mask", "MiniRL", ratio=STALENESS, low=0.8, high=1.27),
+                ),
+            ),
+            notes=("no division by lengths",),
+        ),
+        Objective(
+            name="icepop",
+            source="Ring-1T, arXiv 2510.18855",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(
+                    Clipped(),
+                    "rollout_mean_token_mean",
+                    _whole_token("icepop", "mask", "Ring-1T", ratio=MISMATCH, low=0.5, high=5.0),
+                ),
+            ),
+        ),
+        Objective(
+            name="glm5_async",
+            source="GLM-5, arXiv 2602.15763, agentic reinforcement learning",
+            advantage=_GRPO_ADVANTAGE,
+            terms=(
+                _policy(
+                    ScoreFunction(),
+                    "rollout_mean_token_mean",
+                    _whole_token("double_sided", "mask", "GLM-5", low=0.8, high=1.28),
+                ),
+            ),
+            notes=(
+                "the bounds are those of GLM-5's reasoning runs; here they count as inside",
+                "dropping samples that are too old is the schedule's max_lag; the optimizer is not reset",
+            ),
+        ),
+        Objective(
+            name="kimi_k25",
+            source="Kimi K2.5, arXiv 2602.02276",
+            advantage=_CENTRED,
+            terms=(
+                _policy(Clamped(ratio=WHOLE, clip_low=0.2, clip_high=0.28), "token_mean"),
+                Term(loss=SquaredLogRatio(ratio=WHOLE), coefficient=0.01, reduction="token_mean"),
+            ),
+            notes=("the paper gives neither bounds nor tau: 0.8, 1.28 and 0.01 are Headway's choice",),
+        ),
+        Objective(
+            name="scalerl",
+            source="Khatri et al. 2025, ScaleRL, arXiv 2510.13786",
+            advantage=Advantage(name="group_mean_batch_std"),
+            terms=(
+                _policy(
+                    ScoreFunction(),
+                    "prompt_mean",
+                    _whole_token("cispo", "truncate", "ScaleRL: 1 + eps_high = 5", high=5.0),
+                ),
+            ),
+            filters=("zero_variance",),
+            retire_above=0.9,
+            notes=("its run-ahead of 8 with in-flight updates, and forced interruptions, belong to the schedule",),
+        ),
+        Objective(
+            name="online_dpo",
+            source="Guo et al. 2024, arXiv 2402.04792; Noukhovitch et al. 2024, arXiv 2410.18252",
+            advantage=Advantage(name="preference"),
+            terms=(_policy(Preference(), "pair_mean"),),
+            notes=("best against worst of a group; no ratio to the sampling policy, so stale data bias nothing",),
+        ),
     )
 }
-"""Every named objective. The weight against the behaviour log-probs is on in all: generation may run ahead."""
+"""Every named objective."""
 
 
-def objective(name: str, /, **overrides: Any) -> Objective:
-    """A preset by name, with some of its values replaced; an override of None keeps the preset's value.
+def objective(name: str, /, *, corrections: Iterable[str] = (), **overrides: Any) -> Objective:
+    """A preset by name, with corrections put on its policy terms and some of its values replaced.
 
-    Raises ValueError, naming the nearest valid choice, for an unknown objective, an unknown key, or an unfit value.
+    corrections: names in `CORRECTIONS`, with bounds of your own after colons. overrides: see `OVERRIDES`; None keeps
+    the preset's value. Raises ValueError, naming the nearest valid choice, for an unknown name or key, an unfit value,
+    or a key that nothing in this objective answers to.
 
-    >>> objective("grpo", weight_cap=5.0, reduction="token_mean", length=None).weight_cap
-    5.0
+    >>> objective("grpo", corrections=["tis:5"], clip_high=0.28, kl_coefficient=0).terms[0].weights[0].formula
+    'min(pi_prox/mu, 5)'
     """
-    _check_name("objective", name, PRESETS)
-    keys = [field.name for field in fields(Objective) if field.name not in ("name", "sources")]
+    check_name("objective", name, PRESETS)
+    chosen = PRESETS[name]
     for key in overrides:
-        _check_name("setting of an objective", key, keys)
-    return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+        check_name("setting of an objective", key, OVERRIDES)
+    for key, change in OVERRIDES.items():
+        if overrides.get(key) is not None:
+            chosen = change(chosen, overrides[key])
+    for written in corrections:
+        chosen = corrected(chosen, written)
+    return chosen

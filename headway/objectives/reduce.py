@@ -51,10 +51,10 @@ def token_weights(
 ) -> TokenWeights:
     """Weights of every token of a whole batch under a named reduction.
 
-    reduction: token_mean, rollout_mean_token_mean, rollout_mean_token_sum, constant or prompt_mean; mask_N: bool, True
-    for trained tokens; rollout_N: int in [0, R), whose token it is; group_R: int, any names; usable_R: bool, False for
-    unscored and filtered rollouts (default: all are usable); length: for `constant`. Raises ValueError for an unknown
-    reduction, or for `constant` without a length.
+    reduction: token_mean, rollout_mean_token_mean, rollout_mean_token_sum, constant, prompt_mean or pair_mean; mask_N:
+    bool, True for trained tokens; rollout_N: int in [0, R), whose token it is; group_R: int, any names; usable_R: bool,
+    False for unscored and filtered rollouts (default: all are usable); length: for `constant`. Raises ValueError for an
+    unknown reduction, or for `constant` without a length.
 
     >>> token_weights(
     ...     "rollout_mean_token_mean",
@@ -78,6 +78,8 @@ def token_weights(
             weight_N = constant(data_N, rollout_N, length)
         case "prompt_mean":
             weight_N = prompt_mean(data_N, group_N)
+        case "pair_mean":
+            weight_N = pair_mean(data_N, group_N)
         case _:
             raise ValueError(f"unknown reduction {reduction!r}")
     return TokenWeights(
@@ -147,6 +149,17 @@ def prompt_mean(data_N: Tensor, group_N: Tensor) -> Tensor:
     Source: Khatri et al. 2025, ScaleRL, arXiv 2510.13786 (prompt-level averaging).
     """
     return _mean_of_means(data_N, group_N)
+
+
+def pair_mean(data_N: Tensor, group_N: Tensor) -> Tensor:
+    """`1 / num_pairs` on every token of a pair: mean over the groups that hold one. Float64.
+
+    Only the two rollouts of a pair are data. A pair whose answers are both empty or masked is not among the num_pairs;
+    masked tokens leave a pair's log-prob ratio, and no denominator.
+
+    Source: Rafailov et al. 2023, DPO, arXiv 2305.18290, equation 7.
+    """
+    return data_N.double() / max(_num_present(data_N, group_N), 1)
 
 
 def _mean_of_means(data_N: Tensor, bucket_N: Tensor) -> Tensor:

@@ -1,1 +1,6 @@
-"""Verb 3: prepare. `credit` turns rewards into advantages, `pack` turns rollouts into micro-batches without padding."""
+"""Verb 3: prepare. Scored rollouts become a batch that is ready to train.
+
+`credit` puts them in order and says which are data, `pack` lays them out in micro-batches without padding, `record`
+runs the forward passes whose results the objective needs before the first update, `prepare` joins them into a batch,
+and `canary` scores the rollouts that show numerics alone.
+"""

@@ -3,6 +3,7 @@
 | file | what |
 |---|---|
 | `config.toml` | the effective configuration, each value with its origin |
+| `objective.txt` | what is trained, in words: formula, parts, needs |
 | `trace.jsonl` | every event (`headway.trace`) |
 | `metrics.jsonl` | a row of figures per train step and per evaluation |
 | `rollouts.jsonl` | some trained rollouts of every step, token by token |
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from headway.config import Resolved, Run
 from headway.reports.metrics import JsonLines, StepMetrics
+from headway.reports.record import OBJECTIVE
 from headway.trace import Trace, TraceFile
 from headway.types import UserError
 
@@ -52,6 +54,9 @@ class RunFolder:
 
     def write_config(self, resolved: Resolved) -> None:
         (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")
+
+    def write_objective(self, text: str) -> None:
+        (self.path / OBJECTIVE).write_text(text + "\n", encoding="utf-8")
 
     def close(self) -> None:
         with contextlib.ExitStack() as files:  # closes each one, even when another can't be written out

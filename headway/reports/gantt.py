@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from headway.reports.figures import GREY, INK, MUTED, RED, house_style
+from headway.reports.plots import GREY, INK, MUTED, RED, house_style
 from headway.reports.record import RunRecord
 from headway.reports.summary import Span, Timeline
 

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from headway.reports import alarms
 from headway.reports.interval import wilson
 from headway.reports.record import RunRecord
-from headway.reports.wording import duration
+from headway.reports.wording import duration, percent
 from headway.trace import Event
 
 REWARD_STEPS = 5
 """The last reward is the mean of so many steps, or of half of the steps of a short run; the first is of one step."""
+
+TRUST = ("mismatch_kl_k3", "canary_kl_k3", "ess_share", "entropy")
+"""Metrics of a train step that say whether its update can be trusted."""
 
 
 def outcome(run: RunRecord) -> dict[str, Any]:
@@ -20,7 +24,9 @@ def outcome(run: RunRecord) -> dict[str, Any]:
 
     reward_first: mean reward of the first train step; reward_last: of the last `last_steps`; greedy: one entry per
     evaluation (version, correct, num, accuracy, low and high of the 95 % interval, format_alone: the accuracy if every
-    right result counted wherever the answer holds it, None where the scorer can't say).
+    right result counted wherever the answer holds it, None where the scorer can't say); trust: of the last `last_steps`
+    what was measured of mismatch KL (k3), canary KL (k3), effective sample size and entropy, and the entropy of the
+    first step; alarms: in words; unsound: what objective.unsound overrode.
     """
     figures: dict[str, Any] = {
         "ended": run.ended,
@@ -30,10 +36,23 @@ def outcome(run: RunRecord) -> dict[str, Any]:
         "mean_lag": run.figures["mean_lag"],
         "max_lag": run.figures["max_lag"],
         "greedy": [_evaluated(event, run.answers) for event in run.evaluations if event["num"]],
+        "last_steps": last_steps(run),
+        "trust": _trust(run),
+        "alarms": [alarms.in_words(alarm, len(run.steps)) for alarm in run.alarms],
+        "unsound": run.unsound,
     }
     ends = reward_ends(run)
     if ends:
-        figures |= {"reward_first": ends[0], "reward_last": ends[1], "last_steps": last_steps(run)}
+        figures |= {"reward_first": ends[0], "reward_last": ends[1]}
+    return figures
+
+
+def _trust(run: RunRecord) -> dict[str, float]:
+    last = run.steps[-last_steps(run) :]
+    known = {name: [row[name] for row in last if row.get(name) is not None] for name in TRUST}
+    figures = {name: fmean(values) for name, values in known.items() if values}
+    if run.steps and run.steps[0].get("entropy") is not None:
+        figures["entropy_first"] = run.steps[0]["entropy"]
     return figures
 
 
@@ -79,6 +98,9 @@ def describe(figures: dict[str, Any]) -> str:
             f"(mean of the last {figures['last_steps']})"
         )
     lines += _describe_greedy(figures["greedy"])
+    lines += _describe_trust(figures["trust"], figures["last_steps"])
+    lines += [f"warning: {alarm}" for alarm in figures["alarms"]]
+    lines += [f"warning: unsound, and trained all the same: {reason}" for reason in figures["unsound"]]
     return "\n".join(lines)
 
 
@@ -91,6 +113,19 @@ def _describe_greedy(evaluations: Sequence[dict[str, Any]]) -> list[str]:
         shown = f"{first['format_alone']:.3f}"
         lines.append(f"format alone     {shown} (the first answers, right results counted wherever they stand)")
     return [*lines, f"                 ({first['num']} held-out prompts, 95 % intervals)"]
+
+
+def _describe_trust(trust: dict[str, float], num_steps: int) -> list[str]:
+    """Where the mismatch and the entropy ended, in a line each."""
+    lines: list[str] = []
+    if "mismatch_kl_k3" in trust:
+        numerics = f", numerics alone {trust['canary_kl_k3']:.2g}" if "canary_kl_k3" in trust else ""
+        size = f"; effective sample size {percent(trust['ess_share'])}" if "ess_share" in trust else ""
+        over = "last step" if num_steps == 1 else f"mean of the last {num_steps}"
+        lines.append(f"mismatch KL      {trust['mismatch_kl_k3']:.2g}{numerics}{size} ({over})")
+    if "entropy" in trust and "entropy_first" in trust:
+        lines.append(f"entropy          {trust['entropy_first']:.3g} (first step) -> {trust['entropy']:.3g}")
+    return lines
 
 
 def _with_interval(evaluation: dict[str, Any]) -> str:

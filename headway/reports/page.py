@@ -10,123 +10,20 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headway.reports import rollout_text, wording
+from headway.reports import alarms, pictures, rollout_text, wording
 from headway.reports.interval import wilson
 from headway.reports.outcome import last_steps, num_misplaced, reward_ends
 from headway.reports.page_style import CSS, DRAW
+from headway.reports.pictures import Picture
 from headway.reports.record import RunRecord, read_run
 from headway.trace import Event
 
 PAGE = "index.html"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure of the page. caption: what it shows; healthy: what a good run looks like here."""
-
-    name: str
-    title: str
-    caption: str
-    healthy: str
-    draw: Callable[[RunRecord], Any]
-
-
-def _learning_pictures() -> list[Picture]:
-    from headway.reports import figures
-
-    return [
-        Picture(
-            "reward",
-            "Reward",
-            "Mean reward of the rollouts that each step trained on, and greedy answers to held-out prompts.",
-            "both rise and level off; sampled reward that rises alone is a sign of overfitting or of a lax scorer.",
-            figures.reward,
-        ),
-        Picture(
-            "length",
-            "Response length",
-            "Sampled tokens per rollout, and the share of rollouts that the token budget cut off.",
-            "lengths settle, and few rollouts are cut off; a rising share means that the budget is too small.",
-            figures.response_length,
-        ),
-        Picture(
-            "optimizer",
-            "Optimizer",
-            "Loss, global gradient norm before clipping, and learning rate.",
-            "the gradient norm stays within one order of magnitude; a policy-gradient loss need not fall.",
-            figures.optimizer,
-        ),
-    ]
-
-
-def _trust_pictures() -> list[Picture]:
-    from headway.reports import figures
-
-    return [
-        Picture(
-            "lag",
-            "Lag",
-            "How many versions older than the trainer the tokens were when their batch was taken.",
-            "the mean stays at or below run_ahead; the oldest rollout may exceed it, by stragglers, but doesn't climb.",
-            figures.lag,
-        ),
-        Picture(
-            "mismatch",
-            "Sampler-trainer mismatch",
-            "KL estimates between the distribution that a token was sampled from and the trainer's.",
-            "flat; numerical noise at lag 0 (more behind a cache of older weights), and a little more per version.",
-            figures.mismatch,
-        ),
-        Picture(
-            "ratios",
-            "Probability ratios",
-            "Trainer's probability over sampler's, of every trained token, before the update.",
-            "narrow bands centred on 1 that don't widen; wide bands mean stale or mismatched samples.",
-            figures.ratios,
-        ),
-        Picture(
-            "correction",
-            "Importance weights",
-            "What the correction for the mismatch leaves of a batch.",
-            "an effective sample size near 100 %, and few capped weights.",
-            figures.correction,
-        ),
-    ]
-
-
-def _hardware_pictures() -> list[Picture]:
-    from headway.reports import figures, gantt
-
-    return [
-        Picture(
-            "timeline",
-            "Timeline",
-            "Each bar is a rollout in its lane, coloured by the version it began with; at the bottom, the train steps. "
-            "Drag to move.",
-            "lanes without gaps; the trainer waits for rollouts rather than rollouts for the trainer.",
-            gantt.gantt,
-        ),
-        Picture(
-            "utilization",
-            "Utilisation",
-            "Busy share of the time between one step's end and the next.",
-            "lanes near 100 %; dips where an evaluation holds back the new weights.",
-            figures.utilization,
-        ),
-        Picture(
-            "throughput",
-            "Throughput",
-            "Tokens sampled (evaluations included) and trained per unit of time, step by step.",
-            "level, and falling only as responses grow longer; sampled and trained stay close.",
-            figures.throughput,
-        ),
-    ]
 
 
 def write_page(run_folder: Path) -> Path:
@@ -141,21 +38,28 @@ def page(run: RunRecord) -> str:
     """The whole document."""
     from plotly.offline import get_plotlyjs
 
+    from headway.reports import trust_table
+
     plots: dict[str, Any] = {}
+    trust = {"before": trust_table.glance(run), "after": trust_table.table(run)}
     body = "\n".join(
         [
+            _banner(run),
             _headline(run),
+            _alarms(run),
             _notes(run),
             _cards(run),
             _tiles(run),
-            _section("Is it learning?", _learning_pictures(), run, plots),
-            _section("Can the update be trusted?", _trust_pictures(), run, plots),
+            _objective(run),
+            _section("Is it learning?", pictures.learning(), run, plots),
+            _section("Can the update be trusted?", pictures.trust(), run, plots, **trust),
             _rollouts(run),
-            _section("Did the hardware wait?", _hardware_pictures(), run, plots),
+            _section("Did the hardware wait?", pictures.hardware(), run, plots),
             _settings(run),
         ]
     )
-    return _document(_name(run), body, plots, [get_plotlyjs(), DRAW])
+    title = f"unsound: {_name(run)}" if run.unsound else _name(run)
+    return _document(title, body, plots, [get_plotlyjs(), DRAW])
 
 
 def _document(title: str, body: str, plots: dict[str, Any], scripts: Sequence[str]) -> str:
@@ -202,6 +106,23 @@ def _name(run: RunRecord) -> str:
     return str(name) if name and name != "run" else run.folder.resolve().name
 
 
+def _banner(run: RunRecord) -> str:
+    """Above all else on the page of a run that trained what is refused."""
+    if not run.unsound:
+        return ""
+    reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in run.unsound)
+    return (
+        '<aside class="banner" role="note"><b>Unsound.</b> This run trained what Headway refuses, because '
+        f"objective.unsound was set. Its results are no evidence for the objective that it names:"
+        f"<ul>{reasons}</ul></aside>"
+    )
+
+
+def _alarms(run: RunRecord) -> str:
+    said = (alarms.in_words(alarm, len(run.steps)) for alarm in run.alarms)
+    return "".join(f'<p class="note alarm"><b>Warning:</b> {_unbroken(html.escape(text))}</p>' for text in said)
+
+
 def _headline(run: RunRecord) -> str:
     chips = "".join(f"<li>{html.escape(label)} <b>{html.escape(value)}</b></li>" for label, value in _facts(run))
     return (
@@ -224,6 +145,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("model", run.setting("model.path")),
         ("task", run.setting("data.source")),
         ("objective", run.setting("objective.name")),
+        ("corrections", ", ".join(run.setting("objective.corrections") or ()) or None),
         ("run_ahead", f"{header['run_ahead']:g}" if "run_ahead" in header else None),
         ("batch", batch_text if batch else None),
         ("lanes", header.get("lanes")),
@@ -303,9 +225,17 @@ def _notes(run: RunRecord) -> str:
     failed = sum(event.kind == "failed" for event in run.events)
     if failed:
         notes.append(f"{failed} group{'s' * (failed > 1)} could not be trained: too few of the rollouts were scored.")
+    retired = sum(event.kind == "retired" for event in run.events)
+    if retired:
+        notes.append(f"{retired:,} prompt{'s' * (retired > 1)} came to be answered right so often that asking ended.")
     skipped = max((row.get("skipped_steps") or 0 for row in run.steps), default=0)  # each row counts from the start
     if skipped:
         notes.append(f"{skipped:g} optimizer step(s) were skipped because a gradient was not finite.")
+    not_finite = sum(row.get("nonfinite_tokens") or 0 for row in run.steps)
+    if not_finite:
+        notes.append(
+            f"The log-ratio of {not_finite:,.0f} trained tokens was not finite: they are in no figure of the mismatch."
+        )
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
 
 
@@ -391,11 +321,42 @@ def _tiles(run: RunRecord) -> str:
 # ---- figures, rollouts, settings
 
 
-def _section(title: str, pictures: Sequence[Picture], run: RunRecord, plots: dict[str, Any]) -> str:
+def _objective(run: RunRecord) -> str:
+    """What was trained, in the words of `objectives.describe`: a line at the margin begins a section."""
+    lines = run.objective_text.splitlines()
+    if not lines:
+        return ""
+    name, source = lines[0], lines[1].strip() if len(lines) > 1 else ""
+    shown = "".join(
+        f'<div style="margin-left:{_indent(line)}ch">{html.escape(line.strip())}</div>'
+        if line.startswith(" ")
+        else f"<h4>{html.escape(line)}</h4>"
+        for line in lines[2:]
+    )
+    return (
+        f"<details><summary>What was trained: {html.escape(name)}, its formula and what it needs</summary>"
+        f'<div class="objective"><p>{html.escape(source)}</p>{shown}</div></details>'
+    )
+
+
+def _indent(line: str) -> int:
+    """Of a section's line: the 4 spaces under its title are no indent."""
+    return max(0, len(line) - len(line.lstrip()) - 4)
+
+
+def _section(
+    title: str,
+    wanted: Sequence[Picture],
+    run: RunRecord,
+    plots: dict[str, Any],
+    *,
+    before: str = "",
+    after: str = "",
+) -> str:
     """The figures of one question; those with nothing to show are named in one line. Fills `plots`."""
-    parts: list[str] = []
+    parts = [before]
     absent: list[str] = []
-    for picture in pictures:
+    for picture in wanted:
         drawn = picture.draw(run)
         if drawn is None:
             absent.append(picture.title.lower())
@@ -404,7 +365,9 @@ def _section(title: str, pictures: Sequence[Picture], run: RunRecord, plots: dic
         plots[name] = drawn.to_plotly_json()
         parts.append(_figure(picture, name, drawn.layout.height, _cut_note(picture, run)))
     if absent:
-        parts.append(f'<p class="absent">Not recorded in this run: {html.escape(", ".join(absent))}.</p>')
+        names = html.escape("; ".join(absent))
+        parts.append(f'<p class="absent">Nothing to show in this run: {names}.</p>')
+    parts.append(after)
     return f"<section><h2>{html.escape(title)}</h2>{''.join(parts)}</section>"
 
 
@@ -417,14 +380,14 @@ def _figure(picture: Picture, name: str, height: float, note: str) -> str:
 
 
 def _cut_note(picture: Picture, run: RunRecord) -> str:
-    from headway.reports import figures, gantt
+    from headway.reports import gantt, plots
 
     if picture.name == "timeline":
         note = gantt.shown_note(run)
         return f" {note}" if note else ""
     num_steps = len(run.steps)
-    if num_steps > figures.MAX_POINTS:
-        width = -(-num_steps // figures.MAX_POINTS)
+    if num_steps > plots.MAX_POINTS:
+        width = -(-num_steps // plots.MAX_POINTS)
         return f" Each point joins {width} neighbouring steps."
     return ""
 

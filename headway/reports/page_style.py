@@ -18,6 +18,10 @@ p{margin:6px 0}
  overflow-wrap:anywhere}
 .chips b{font-weight:600}
 .note{border-left:4px solid var(--orange);background:#fdf5ec;padding:8px 14px;margin:10px 0;border-radius:0 6px 6px 0}
+.alarm{border-color:#c0392b;background:#fbefed}
+.banner{border:2px solid #c0392b;background:#fbefed;border-radius:8px;padding:12px 18px;margin:0 0 24px}
+.banner ul{margin:6px 0 0;padding-left:22px}
+.banner b{color:#b03a2e}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(300px,1fr));gap:16px;margin:20px 0 0}
 .card{border:1px solid var(--line);border-radius:10px;padding:14px 18px 16px}
 .card h3{margin:0 0 6px}
@@ -57,6 +61,20 @@ pre{background:var(--soft);border:1px solid var(--line);border-radius:8px;paddin
 table{border-collapse:collapse;font-size:.9rem;margin:8px 0}
 td{padding:2px 14px 2px 0;vertical-align:top;overflow-wrap:anywhere}
 td:first-child{color:var(--muted)}
+.objective{border-left:3px solid var(--line);padding:0 0 2px 16px;margin:10px 0;font-size:.92rem}
+.objective h4{margin:10px 0 2px;font-size:.92rem;color:var(--muted);font-weight:600}
+.objective div{overflow-wrap:anywhere;padding-left:1.4em;text-indent:-1.4em}
+.over{color:var(--muted);font-size:.92rem}
+.glance{width:100%;font-size:1rem;margin:4px 0 0}
+.glance td{padding:4px 18px 4px 0;border-top:1px solid var(--line)}
+.glance td:first-child{white-space:nowrap}
+.glance span{display:inline-block;margin-right:22px}
+.glance b{font-weight:650;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto}
+.numbers{font-variant-numeric:tabular-nums;font-size:.84rem}
+.numbers th{text-align:right;color:var(--muted);font-weight:600;padding:4px 14px 6px 0;vertical-align:bottom}
+.numbers td{text-align:right;white-space:nowrap;border-top:1px solid var(--line);padding:3px 14px 3px 0}
+.numbers td:first-child{text-align:left}
 footer{color:var(--muted);font-size:.84rem;margin-top:40px}
 @media(max-width:600px){main{padding:20px 12px 48px}h1{font-size:1.5rem}}
 """

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from headway.reports import wording
+from headway.reports.alarms import CONSECUTIVE_STEPS
 from headway.reports.status import Status
 from headway.trace import Event
 
@@ -45,6 +46,7 @@ class ProgressLine:
         self._status = Status(evaluation_size, now)
         self._phase = ""
         self._num_failed = 0
+        self._said_alarms: set[str] = set()
         self._lock = threading.Lock()  # the timer's thread reads what events change
         self._speaks_unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
         self._live = self._make_live()
@@ -76,16 +78,33 @@ class ProgressLine:
         with self._lock:
             self._status(event)
             self._phase = ""
-        if event.kind == "trained" and event["metrics"].get("warning"):
-            self._say(f"warning: train step {event['version']}: {event['metrics']['warning']}")
+        if event.kind == "run":
+            self._say_unsound()
+        if event.kind == "trained":
+            self._say_warnings(event)
         if event.kind == "failed":
             self._say_failed(event)
         if event.kind == "evaluated":
             self._say(wording.evaluation(event))
         elif not self._live and event.kind == "trained":
-            self._print(f"{self._status.figures()}  {self._elapsed()}")
+            shown = (self._status.figures(), self._status.details(), self._elapsed())
+            self._print("  ".join(filter(None, shown)))
         elif not self._live and event.kind == "ended":
             self._print(f"ended: {event['reason']}  {self._elapsed()}")
+
+    def _say_unsound(self) -> None:
+        for reason in self._status.unsound:
+            self._say(f"warning: unsound, and trained all the same: {reason}")
+
+    def _say_warnings(self, trained: Event) -> None:
+        """What the step itself says, and alarms; each alarm once, as a figure may swing around its limit."""
+        said = [str(trained["metrics"]["warning"])] if trained["metrics"].get("warning") else []
+        for alarm in self._status.alarms:
+            if alarm.key not in self._said_alarms:
+                self._said_alarms.add(alarm.key)
+                said.append(f"{alarm.says} ({CONSECUTIVE_STEPS} steps in a row)")
+        for text in said:
+            self._say(f"warning: train step {trained['version']}: {text}")
 
     def _say_failed(self, event: Event) -> None:
         """The first few one by one, then at every doubling: a broken grader must be seen, and not fill the screen."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headway.reports.alarms import Alarm, alarms
 from headway.reports.metrics import StepMetrics
 from headway.reports.summary import Timeline, continuous, kept_evaluations, kept_steps, summarise, timeline
 from headway.trace import Event, read_trace
@@ -21,6 +22,7 @@ Row = dict[str, Any]
 """Numbers by name; of one train step, or of several neighbours joined. A value that isn't finite is None."""
 
 TRACE = "trace.jsonl"
+OBJECTIVE = "objective.txt"
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,16 @@ class RunRecord:
     """One run.
 
     events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
-    read) and config_text, as written; steps: one row per train step behind the newest weights; evaluations: their
-    `evaluated` events; answers: the greedy answers behind them; rollouts: the kept rollouts in order of training;
-    result: run.json; notes: what was wrong.
+    read) and config_text, as written; objective_text: what was trained, in words; steps: one row per train step behind
+    the newest weights; evaluations: their `evaluated` events; answers: the greedy answers behind them; rollouts: the
+    kept rollouts in order of training; result: run.json; notes: what was wrong.
     """
 
     folder: Path
     events: list[Event]
     config: dict[str, Any]
     config_text: str
+    objective_text: str
     steps: list[Row]
     evaluations: list[Event]
     answers: list[dict[str, Any]]
@@ -53,6 +56,21 @@ class RunRecord:
     def ended(self) -> str | None:
         """Why the run was over; None if it was killed or still goes on."""
         return self.events[-1]["reason"] if self.events[-1].kind == "ended" else None
+
+    @property
+    def unsound(self) -> list[str]:
+        """What objective.unsound overrode in any part of the run: once it was, all that came after stems from it."""
+        said = [reason for event in self.events if event.kind == "run" for reason in event.fields.get("unsound", ())]
+        return list(dict.fromkeys(said))
+
+    @property
+    def group_size(self) -> int:
+        return self.header.fields.get("group_size", 1)
+
+    @cached_property
+    def alarms(self) -> list[Alarm]:
+        """As `alarms.alarms`."""
+        return alarms(self.steps, self.group_size)
 
     @property
     def unit(self) -> str:
@@ -91,6 +109,7 @@ def read_run(folder: Path) -> RunRecord:
         events=events,
         config=_parse_config(config_text, notes),
         config_text=config_text,
+        objective_text=_text(folder / OBJECTIVE),
         steps=_step_rows(events, _json_lines(folder / "metrics.jsonl", notes)),
         evaluations=kept_evaluations(events),
         answers=_json_lines(folder / "evaluations.jsonl", notes),
@@ -232,7 +251,7 @@ def _joined(rows: Sequence[Row]) -> Row:
 
 
 def _pick(name: str) -> Any:
-    if name.endswith(("_max", "_q99", "_q95", "_steps")):
+    if name.endswith(("_max", "_q99", "_q95", "_steps", "max_abs_log_ratio")):
         return max
     if name.endswith(("_min", "_q01", "_q05")):
         return min

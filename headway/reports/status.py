@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from headway.reports.alarms import Alarm, Watch
 from headway.reports.metrics import StepMetrics
 from headway.reports.wording import duration
 from headway.trace import Event
@@ -16,6 +17,8 @@ MAX_GROUPS_NAMED = 2
 
 class Status:
     """A listener that can say at any moment where the run stands.
+
+    alarms: those that the newest train step raised; unsound: what objective.unsound overrides in this run.
 
     evaluation_size: how many answers an evaluation asks for, which no event says; None leaves it unsaid.
     now: the clock of `elapsed_s` and of "since", in seconds; only differences count.
@@ -28,6 +31,9 @@ class Status:
         self._batch_size, self._group_size, self.num_steps = 1, 1, 0
         self.version = 0
         self.row: dict[str, Any] = {}
+        self.unsound: list[str] = []
+        self.alarms: list[Alarm] = []
+        self._watch = Watch()
         self._forget_in_flight()
 
     def _forget_in_flight(self) -> None:
@@ -41,6 +47,7 @@ class Status:
     def _keep_row(self, row: dict[str, Any]) -> None:
         if "step_s" in row:
             self.row = row
+            self.alarms = self._watch.add(row, self._group_size)
 
     def __call__(self, event: Event) -> None:
         self._metrics(event)
@@ -51,6 +58,7 @@ class Status:
     def _on_run(self, event: Event) -> None:
         self._batch_size, self._group_size = event["batch_size"], event["group_size"]
         self.num_steps, self.version = event["steps"], event["version"]
+        self.unsound, self._watch = list(event.fields.get("unsound", ())), Watch()
         self._began_s = self._now()
         self._forget_in_flight()
 
@@ -118,6 +126,10 @@ class Status:
         """The newest step in numbers; what it did not report is left out."""
         return "  ".join([f"step {self.version}/{self.num_steps}", *_shown(self.row)])
 
+    def details(self) -> str:
+        """More of the newest step, where a line may be long."""
+        return "  ".join(_detailed(self.row))
+
     def waiting(self) -> str:
         """What must happen for the next version to come out, and what is in flight meanwhile."""
         if self._stage.startswith("ended"):
@@ -180,4 +192,16 @@ def _shown(row: dict[str, Any]) -> list[str]:
         parts.append(f"lag {row['lag_mean']:.2g} (max {row['lag_max']})")
     if row.get("mismatch_kl_k3") is not None:
         parts.append(f"mismatch KL {row['mismatch_kl_k3']:.2g}")
+    return parts
+
+
+def _detailed(row: dict[str, Any]) -> list[str]:
+    """What the mismatch costs, and what is left to explore."""
+    parts: list[str] = []
+    if row.get("canary_kl_k3") is not None:
+        parts.append(f"numerics {row['canary_kl_k3']:.2g}")
+    if row.get("ess_share") is not None:
+        parts.append(f"ESS {100 * row['ess_share']:.0f} %")
+    if row.get("entropy") is not None:
+        parts.append(f"entropy {row['entropy']:.2g}")
     return parts

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.schedule.pass_rates import PassRates
 from headway.stages import Generated, Reference, Scored
 from headway.trace import Trace
 from headway.types import Outcome, Receipt
@@ -36,6 +37,7 @@ class RolloutTicket:
     ref: Reference = None
     receipt: Receipt | None = None
     outcome: Outcome | None = None
+    reward: float | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -94,7 +96,7 @@ class Ledger:
     """The account of one run.
 
     settings: its sizes; now: the clock; changed: called whenever a report arrives; trace: told of every transition;
-    progress: `self.progress()` of a run that this one resumes.
+    progress: `self.progress()` of a run that this one resumes; pass_rates: given, mastered prompts are left out.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Ledger:
         changed: Callable[[], object],
         trace: Trace,
         progress: Mapping[str, Any] | None = None,
+        pass_rates: PassRates | None = None,
     ) -> None:
         self.settings = settings
+        self._pass_rates = pass_rates
         self._now, self._changed, self._trace = now, changed, trace
         self.trained = self.published = self.saved = 0
         self.groups_started = self.groups_released = 0
@@ -141,14 +145,22 @@ class Ledger:
         self.groups_started = self._watermark + len(self._resolved_above)
         self.groups_released = progress["groups_released"]
         self.rollouts_started = self.groups_started * self.settings.group_size
+        if self._pass_rates:
+            self._pass_rates.resume(progress.get("pass_rates", {}))
+        self._skip_ahead()
 
     # ---- derived
 
     @property
     def exhausted(self) -> bool:
         """No group is left to start."""
+        return self._open_group is None and self._data_ended
+
+    @property
+    def _data_ended(self) -> bool:
         last = self.settings.num_groups
-        return self._open_group is None and last is not None and self._next_group >= last
+        mastered = self._pass_rates is not None and self._pass_rates.all_retired
+        return mastered or (last is not None and self._next_group >= last)
 
     @property
     def steps_done(self) -> bool:
@@ -191,6 +203,7 @@ class Ledger:
             "watermark": self._watermark,
             "resolved_above": sorted(self._resolved_above),
             "groups_released": self.groups_released,
+            **({"pass_rates": self._pass_rates.progress()} if self._pass_rates else {}),
         }
 
     # ---- reports, in any order within an instant
@@ -241,7 +254,7 @@ class Ledger:
 
     def _scored(self, at_s: float, ticket: RolloutTicket, scored: Scored) -> None:
         del self.scoring[ticket.index]
-        ticket.ref, ticket.outcome = scored.ref, scored.outcome
+        ticket.ref, ticket.outcome, ticket.reward = scored.ref, scored.outcome, scored.reward
         self._trace.emit(
             "scored", at_s, rollout=ticket.index, group=ticket.group, outcome=scored.outcome, reward=scored.reward
         )
@@ -263,12 +276,19 @@ class Ledger:
         """A group that can't be trained gives its slots back: otherwise throughput would decay with every failure."""
         del self.active[group.index]
         self.groups_released += 1
-        self._resolve(group)
+        self._resolve(group.index)
         receipt = group.members[0].receipt
         self._trace.emit("failed", at_s, group=group.index, prompt=receipt and receipt.prompt_uid, reason=reason)
 
-    def _resolve(self, group: Group) -> None:
-        self._resolved_above.add(group.index)
+    def _count_right_answers(self, at_s: float, group: Group) -> None:
+        if self._pass_rates is None:
+            return
+        rewards = [ticket.reward for ticket in group.scored if ticket.reward is not None]
+        if self._pass_rates.count(group.index, rewards):
+            self._trace.emit("retired", at_s, group=group.index, prompt=self._pass_rates.prompt_of(group.index))
+
+    def _resolve(self, group: int) -> None:
+        self._resolved_above.add(group)
         while self._watermark in self._resolved_above:
             self._resolved_above.remove(self._watermark)
             self._watermark += 1
@@ -276,7 +296,9 @@ class Ledger:
     def _trained(self, at_s: float, weights: Reference, metrics: Mapping[str, Any]) -> None:
         assert self.batch is not None, "a train step ended that had taken no batch"
         for group in self.batch:
-            self._resolve(group)
+            self._resolve(group.index)
+            self._count_right_answers(at_s, group)
+        self._skip_ahead()
         self.trained += 1
         self.unpublished = weights
         self._trace.emit("trained", at_s, version=self.trained, metrics=dict(metrics))
@@ -376,12 +398,23 @@ class Ledger:
         group = self.active[self._next_group] = Group(self._next_group, self.settings.group_size)
         self.groups_started += 1
         self._next_group += 1
-        self._skip_resolved()
+        self._skip_ahead()
         return group
 
-    def _skip_resolved(self) -> None:
-        while self._next_group in self._resolved_above:
+    def _skip_ahead(self) -> None:
+        """To the next group that has to be trained: past those that are resolved, and those whose prompt is retired."""
+        while not self._data_ended:
+            if self._next_group not in self._resolved_above:
+                if self._pass_rates is None or not self._pass_rates.retired(self._next_group):
+                    return
+                self._leave_out(self._next_group)
             self._next_group += 1
+
+    def _leave_out(self, group: int) -> None:
+        """Started and released at once, so that it holds no slot."""
+        self.groups_started += 1
+        self.groups_released += 1
+        self._resolve(group)
 
     def _hand_over(self, index: int, *, group: int, member: int, evaluation: bool = False) -> RolloutTicket:
         ticket = RolloutTicket(

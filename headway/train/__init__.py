@@ -1,1 +1,4 @@
-"""Verb 4: train. `step` is one train step over any trainer; `local` is the trainer of one process."""
+"""Verb 4: train. `step` is one train step over any trainer and critic.
+
+`local` and `critic` are those of one process, and `optimizer` what each of them has of its own.
+"""

@@ -35,9 +35,16 @@ def ask(
 
 @asynccontextmanager
 async def engine_of(
-    policy: Policy, *, lanes: int = 4, decode: Callable[[Sequence[int]], str] = tiny.decode, version: int = 0
+    policy: Policy,
+    *,
+    lanes: int = 4,
+    decode: Callable[[Sequence[int]], str] = tiny.decode,
+    version: int = 0,
+    spare_lanes: int = 0,
 ) -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(policy, lanes=lanes, decode=decode, cores=FixedCores(1), version=version)
+    engine = TorchEngine(
+        policy, lanes=lanes, decode=decode, cores=FixedCores(1), version=version, spare_lanes=spare_lanes
+    )
     try:
         yield engine
     finally:

@@ -13,6 +13,7 @@ import random
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -199,6 +200,63 @@ def test_longer_rollouts_find_room_beside_shorter_ones():
     together, _ = observed(policy, requests, lanes=3)
     for request, sample in zip(requests, together, strict=True):
         assert_same(sample, answers(policy, [request], lanes=1)[0])
+
+
+# ---- spare lanes
+
+
+def with_spare(policy: Policy, requests: Sequence[SampleRequest], *, lanes: int, spare_lanes: int):
+    """As `observed`, of an engine with spare lanes."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=lanes, spare_lanes=spare_lanes) as engine:
+            samples = await sample_together(engine, passes, requests)
+        return samples, passes.seen
+
+    return run(program())
+
+
+def test_spare_requests_take_no_lane_and_spare_lanes_no_other_request(policy):
+    """Two lanes and one spare: five answers of 3 tokens are three rounds of two, with a spare one beside each."""
+    requests = [ask("abc", 3, member=member) for member in range(5)]
+    spare = [replace(ask("abc", 3, member=member), spare=True) for member in range(5, 8)]
+    _, without = observed(policy, requests, lanes=2)
+    _, passes = with_spare(make_policy(), [*spare, *requests], lanes=2, spare_lanes=1)
+    assert [rows for kind, rows in without if kind == "decode"] == [2, 2, 2, 2, 1, 1]
+    assert [rows for kind, rows in passes if kind == "decode"] == [3, 3, 3, 3, 2, 2]
+
+
+def test_a_spare_request_leaves_no_trace_in_the_others(policy, alone):
+    """Neither in what is sampled nor in which prompts are known."""
+    spare = [replace(ask("9-8-7-6", 9, member=member), spare=True) for member in range(4)]
+    samples, _ = with_spare(policy, [*spare, *VARIED], lanes=3, spare_lanes=2)
+    for sample, expected in zip(samples[4:], alone, strict=True):
+        assert_same(sample, expected)
+    expected = answers(make_policy(), [replace(request, spare=False) for request in spare])
+    for sample, plain in zip(samples[:4], expected, strict=True):
+        assert_same(sample, plain)
+
+
+def test_a_spare_requests_prompt_is_not_kept(policy):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1, spare_lanes=1) as engine:
+            await engine.sample(replace(ask("0123", 1), spare=True))
+            for _ in range(2):
+                await engine.sample(ask("0123", 1))
+        return passes.seen
+
+    assert run(program()) == [("prefill", 4), ("prefill", 4)]
+
+
+def test_an_engine_without_spare_lanes_has_no_place_for_a_spare_request(policy):
+    async def program():
+        async with engine_of(policy) as engine:
+            with pytest.raises(AssertionError, match="no spare lane"):
+                await engine.sample(replace(ask("0123", 1), spare=True))
+
+    run(program())
 
 
 # ---- how a rollout ends

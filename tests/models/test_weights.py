@@ -41,7 +41,7 @@ def b15_trainer() -> TwoDimensional:
 
 def test_b15_the_whole_update_of_a_tied_model_arrives():
     engine = TwoDimensional(tied=True)
-    assign_weights(engine, named_weights(b15_trainer()))
+    assign_weights(named_weights(engine), named_weights(b15_trainer()))
     assert engine.logprob(1, 1) == pytest.approx(-0.142932, abs=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_b15_a_change_of_an_untied_head_leaves_the_embedding():
     trainer, engine = TwoDimensional(tied=False), TwoDimensional(tied=False)
     with torch.no_grad():
         trainer.head.weight[2] += torch.tensor([0.0, 1.0])
-    assign_weights(engine, named_weights(trainer))
+    assign_weights(named_weights(engine), named_weights(trainer))
     assert engine.logprob(2, 2) == pytest.approx(-0.239545, abs=1e-5)
 
 
@@ -80,12 +80,12 @@ def test_tied_weights_have_one_name():
 
 def test_weights_of_an_untied_model_are_refused_by_a_tied_one():
     with pytest.raises(UserError, match=r"weight head.weight was sent to a model that has none of that name"):
-        assign_weights(TwoDimensional(tied=True), named_weights(TwoDimensional(tied=False)))
+        assign_weights(named_weights(TwoDimensional(tied=True)), named_weights(TwoDimensional(tied=False)))
 
 
 def test_weights_of_a_tied_model_are_refused_by_an_untied_one():
     with pytest.raises(UserError, match=r"weight head.weight of the receiving model was not sent"):
-        assign_weights(TwoDimensional(tied=False), named_weights(TwoDimensional(tied=True)))
+        assign_weights(named_weights(TwoDimensional(tied=False)), named_weights(TwoDimensional(tied=True)))
 
 
 def is_tied(policy: Policy) -> bool:
@@ -116,7 +116,7 @@ def test_b15_an_untied_model_stays_untied_through_saving(model_folder: Path, tmp
 
 def test_weights_are_copied_and_not_shared(policy: Policy):
     other = tiny.make_policy(seed=1)
-    assign_weights(other.model, policy.weights())
+    assign_weights(other.weights(), policy.weights())
     assert fingerprint(other.weights()) == fingerprint(policy.weights())
     sent = fingerprint(other.weights())
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_weights_are_copied_and_not_shared(policy: Policy):
 
 def test_the_head_sees_what_was_handed_over(policy: Policy):
     other = tiny.make_policy(seed=1)
-    assign_weights(other.model, policy.weights())
+    assign_weights(other.weights(), policy.weights())
     assert torch.equal(other.head.weight_VD, policy.head.weight_VD)
 
 
@@ -154,7 +154,7 @@ def test_a_refused_hand_over_changes_nothing_and_says_why_in_a_line(policy: Poli
     receiver = tiny.make_policy(seed=1)
     before = fingerprint(receiver.weights())
     with pytest.raises(UserError, match=message) as caught:
-        assign_weights(receiver.model, spoil(policy.weights()))
+        assign_weights(receiver.weights(), spoil(policy.weights()))
     assert "\n" not in str(caught.value)
     assert fingerprint(receiver.weights()) == before
 

@@ -7,26 +7,48 @@ import math
 import pytest
 import torch
 
+from headway.objectives.compose import TokenAux
 from headway.objectives.diagnostics import QUANTILES, MismatchDiagnostics
+from headway.objectives.tokens import Tokens
 
 NAN, INF = float("nan"), float("inf")
 
 
-def measured(log_ratios: list[float], *, cap: float | None = None, **columns: list[float]) -> dict[str, float]:
-    """Metrics of tokens with the given `log pi - log mu`; columns not given are neutral."""
+def table(
+    log_ratios: list[float], **columns: list[float]
+) -> tuple[torch.Tensor, Tokens, torch.Tensor | None, TokenAux]:
+    """What `add` takes, for tokens with the given `log pi - log mu`; columns not given are neutral.
+
+    acted: a column of 0 and 1 for the reason "tis"; reference: log pi - log ref.
+    """
     num_tokens = len(log_ratios)
+
+    def column(name: str, neutral: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor(columns.get(name, [neutral] * num_tokens), dtype=dtype)
+
     behaviour_N = torch.full((num_tokens,), -1.0, dtype=torch.float64)
-    entropy = columns.get("entropy")
-    diagnostics = MismatchDiagnostics(cap)
-    diagnostics.add(
-        logp_N=behaviour_N + torch.tensor(log_ratios, dtype=torch.float64),
+    logp_N = behaviour_N + torch.tensor(log_ratios, dtype=torch.float64)
+    tokens = Tokens(
+        mask_N=column("mask", 1, torch.bool),
+        rollout_N=column("rollout", 0, torch.long),
+        group_N=column("rollout", 0, torch.long),
         behaviour_N=behaviour_N,
-        mask_N=torch.tensor(columns.get("mask", [1] * num_tokens), dtype=torch.bool),
-        lag_N=torch.tensor(columns.get("lag", [0] * num_tokens), dtype=torch.long),
+        lag_N=column("lag", 0, torch.long),
+        advantage_N=column("advantage", 0.0),
+        weights=(),
+        reference_N=logp_N - column("reference", 0.0) if "reference" in columns else None,
         position_N=torch.tensor(columns.get("position", list(range(num_tokens))), dtype=torch.long),
-        advantage_N=torch.tensor(columns.get("advantage", [0.0] * num_tokens)),
-        entropy_N=None if entropy is None else torch.tensor(entropy),
     )
+    neutral_N = torch.ones(num_tokens)
+    acted = {"tis": column("acted", 0, torch.bool)} if "acted" in columns else {}
+    error_N = column("error", 0.0) if "error" in columns else None
+    aux = TokenAux(neutral_N, neutral_N, neutral_N, acted, neutral_N, error_N)
+    return logp_N, tokens, column("entropy", 0.0) if "entropy" in columns else None, aux
+
+
+def measured(log_ratios: list[float], **columns: list[float]) -> dict[str, float]:
+    diagnostics = MismatchDiagnostics()
+    diagnostics.add(*table(log_ratios, **columns))
     return diagnostics.result()
 
 
@@ -57,32 +79,102 @@ def test_small_mismatch_is_not_lost_to_rounding():
     assert measured([1e-8])["mismatch_kl_k3"] == pytest.approx(5e-17, rel=1e-6, abs=0)
 
 
+def test_both_directions_are_named_and_exact_in_the_proportions_of_mu():
+    """KL(pi, mu) under samples of mu is a mean weighted by w."""
+    mu, pi = [0.5, 0.25, 0.25], [0.2, 0.5, 0.3]
+    reverse = sum(p * math.log(p / m) for m, p in zip(mu, pi, strict=True))
+    metrics = measured([math.log(pi[token] / mu[token]) for token in (0, 0, 1, 2)])
+    assert metrics["mismatch_reverse_kl_k1"] == pytest.approx(reverse, abs=1e-12)
+    assert metrics["mismatch_reverse_kl_k3"] == pytest.approx(reverse, abs=1e-12)
+
+
+def test_chi_squared_of_tokens_and_of_whole_answers():
+    """Ratios 2 and 1/2 in one rollout cancel, 2 and 2 in another do not: 1/2 (1 + 16) - 1 = 7.5."""
+    metrics = measured([math.log(w) for w in (2, 0.5, 2, 2)], rollout=[0, 0, 1, 1])
+    assert metrics["chi2_token"] == pytest.approx((4 + 0.25 + 4 + 4) / 4 - 1)
+    assert metrics["chi2_sequence"] == pytest.approx(7.5)
+
+
+def test_chi_squared_of_answers_grows_with_length():
+    """Equal chi^2 per token: (1 + chi^2)^T of T tokens. Formulas: 1.1^10 = 2.6."""
+    every = [math.log(w) for w in (1 + 0.1**0.5, 1 - 0.1**0.5)]  # mean 1, mean square 1.1
+    rollouts = [[every[bit >> place & 1] for place in range(10)] for bit in range(1024)]
+    flat = [value for rollout in rollouts for value in rollout]
+    metrics = measured(flat, rollout=[number for number in range(1024) for _ in range(10)])
+    assert metrics["chi2_token"] == pytest.approx(0.1)
+    assert metrics["chi2_sequence"] == pytest.approx(1.1**10 - 1)
+
+
 def test_equal_policies():
-    metrics = measured([0.0] * 5, cap=2.0, advantage=[1, 1, -1, -1, 0])
+    metrics = measured([0.0] * 5, acted=[0] * 5, advantage=[1, 1, -1, -1, 0])
     assert metrics["ess_share"] == 1
-    assert metrics["mismatch_kl_k1"] == metrics["mismatch_kl_k3"] == metrics["max_abs_log_ratio"] == 0
     assert {metrics[key] for key in metrics if key.startswith("ratio_")} == {1.0}
-    assert (
-        metrics["weight_capped_share"]
-        == metrics["weight_capped_share_positive"]
-        == metrics["weight_capped_share_negative"]
-        == 0
-    )
+    zero = [key for key in metrics if key.startswith(("mismatch", "chi2", "acted_share", "max_abs"))]
+    assert len(zero) > 20
+    assert {str(metrics[key]) for key in zero} == {"0.0"}
 
 
-def test_weight_capped_share_by_sign_of_the_advantage():
-    metrics = measured([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], cap=2.0, advantage=[1, 1, -1, -1, -1, 0])
-    assert metrics["weight_capped_share"] == pytest.approx(4 / 6)
-    assert metrics["weight_capped_share_positive"] == pytest.approx(1 / 2)
-    assert metrics["weight_capped_share_negative"] == pytest.approx(2 / 3)
+def test_shares_by_reason_and_sign_of_the_advantage():
+    metrics = measured([0.0] * 6, acted=[1, 0, 1, 1, 0, 1], advantage=[1, 1, -1, -1, -1, 0])
+    assert metrics["acted_share/tis"] == pytest.approx(4 / 6)
+    assert metrics["acted_share/tis/positive"] == pytest.approx(1 / 2)
+    assert metrics["acted_share/tis/negative"] == pytest.approx(2 / 3)
 
 
-def test_shares_without_tokens_or_without_a_cap_are_left_out():
-    metrics = measured([1.0], cap=2.0, advantage=[1])
-    assert metrics["weight_capped_share_positive"] == 1
-    assert "weight_capped_share_negative" not in metrics
-    assert not any(key.startswith("truncated") for key in measured([1.0], advantage=[1]))
+def test_what_has_no_tokens_is_left_out():
+    metrics = measured([1.0], acted=[1], advantage=[1])
+    assert "acted_share/tis/negative" not in metrics
     assert "entropy" not in metrics
+    assert not any(key.startswith(("reference", "interpolation")) for key in metrics)
+
+
+def test_sources_are_told_apart_by_versions():
+    """Rollout 0 is all new. Rollout 1 began two versions ago: its new token looks back at a cache of older weights."""
+    metrics = measured([0.0, 0.1, 0.2, 0.5], rollout=[0, 1, 1, 1], lag=[0, 2, 1, 0])
+    assert [metrics[f"tokens/{source}"] for source in ("numerics", "stale_cache", "staleness")] == [1, 1, 2]
+    assert metrics["mismatch_kl_k3/numerics"] == 0
+    assert metrics["mismatch_kl_k3/stale_cache"] == pytest.approx(0.148721, rel=1e-5)
+    assert metrics["mismatch_kl_k1/staleness"] == pytest.approx(-0.15)
+
+
+def test_a_source_that_is_not_there_is_not_guessed():
+    assert not [key for key in measured([0.1], lag=[1]) if key.endswith(("numerics", "stale_cache"))]
+
+
+def test_distance_to_the_reference():
+    metrics = measured([0.0, 0.0], reference=[0.5, -0.1])
+    assert metrics["reference_kl_k1"] == pytest.approx(0.2)
+    assert metrics["reference_kl_k3"] == pytest.approx((0.106531 + 0.00517092) / 2, rel=1e-5)
+
+
+def test_error_of_an_interpolated_proximal_policy():
+    metrics = measured([0.0, 0.0], error=[0.3, -0.1])
+    assert metrics["interpolation_error_mean"] == pytest.approx(0.2)
+    assert metrics["interpolation_error_max"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_no_split_and_no_order_changes_a_bit(order):
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for rollout in range(3):
+        num_tokens = 5 + rollout
+        parts.append(
+            {
+                "log_ratios": torch.randn(num_tokens, generator=generator).tolist(),
+                "rollout": [rollout] * num_tokens,
+                "lag": [rollout] * num_tokens,
+                "entropy": torch.rand(num_tokens, generator=generator).tolist(),
+                "advantage": torch.randn(num_tokens, generator=generator).tolist(),
+                "acted": [place % 2 for place in range(num_tokens)],
+                "position": list(range(num_tokens)),
+            }
+        )
+    whole = measured(**{key: [value for part in parts for value in part[key]] for key in parts[0]})
+    split = MismatchDiagnostics()
+    for number in order:
+        split.add(*table(**parts[number]))
+    assert split.result() == whole
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 100])
@@ -112,10 +204,8 @@ def test_entropy_is_a_mean_over_trained_tokens():
 
 
 def test_masked_tokens_are_never_looked_at():
-    garbage = measured(
-        [0.1, NAN, 0.5], cap=2.0, mask=[1, 0, 1], lag=[0, -9, 1], position=[0, -1, 2], advantage=[1, NAN, -1]
-    )
-    assert garbage == measured([0.1, 0.5], cap=2.0, lag=[0, 1], position=[0, 2], advantage=[1, -1])
+    garbage = measured([0.1, NAN, 0.5], mask=[1, 0, 1], lag=[0, -9, 1], position=[0, -1, 2], advantage=[1, NAN, -1])
+    assert garbage == measured([0.1, 0.5], lag=[0, 1], position=[0, 2], advantage=[1, -1])
 
 
 def test_nonfinite_log_ratios_are_counted_and_left_out():
@@ -125,7 +215,7 @@ def test_nonfinite_log_ratios_are_counted_and_left_out():
 
 
 def test_enormous_ratios_stay_finite():
-    metrics = measured([900.0, -900.0, 0.0], cap=2.0)
+    metrics = measured([900.0, -900.0, 0.0], rollout=[0, 1, 2])
     assert metrics["max_abs_log_ratio"] == 900
     assert metrics["ratio_max"] == pytest.approx(math.exp(20))
     assert all(math.isfinite(value) for value in metrics.values())
@@ -133,14 +223,6 @@ def test_enormous_ratios_stay_finite():
 
 def test_nothing_to_measure():
     nothing = {"tokens": 0.0, "nonfinite_tokens": 0.0}
-    assert MismatchDiagnostics(cap=2.0).result() == nothing
-    assert measured([], cap=2.0) == nothing
-    assert measured([0.1, NAN], cap=2.0, mask=[0, 0]) == nothing
-
-
-def test_entropies_for_some_micro_batches_only_are_refused():
-    column = torch.ones(1)
-    diagnostics = MismatchDiagnostics()
-    diagnostics.add(column, column, column.bool(), column.long(), column.long(), column, entropy_N=column)
-    with pytest.raises(AssertionError, match="every micro-batch"):
-        diagnostics.add(column, column, column.bool(), column.long(), column.long(), column)
+    assert MismatchDiagnostics().result() == nothing
+    assert measured([]) == nothing
+    assert measured([0.1, NAN], mask=[0, 0]) == nothing

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize("module", ["advantages", "weights", "surrogates", "reduce", "named", "diagnostics"])
+@pytest.mark.parametrize("module", ["advantages", "weights", "surrogates", "kl", "reduce", "named", "diagnostics"])
 def test_examples_run(module):
     result = doctest.testmod(import_module(f"headway.objectives.{module}"))
     assert result.attempted > 0

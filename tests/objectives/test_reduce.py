@@ -6,10 +6,15 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.objectives.named import REDUCTIONS, ReductionName
+from headway.objectives.parts import ReductionName
 from headway.objectives.reduce import TokenWeights, token_weights, weighted_sum
+
+REDUCTIONS = tuple(name for name in get_args(ReductionName) if name != "pair_mean")
+"""Those that reduce tokens; a pair's loss is not a sum over its tokens."""
 
 
 def batch(losses: list[list[float]]) -> tuple[Tensor, Tensor]:
@@ -95,7 +100,6 @@ def test_b01b_unbalanced_ranks():
 
 
 B06 = [[0.6] * 3, [0.6] * 5]
-ROLLOUT_WISE = ("rollout_mean_token_mean", "rollout_mean_token_sum", "constant", "prompt_mean")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +181,67 @@ def test_an_unknown_reduction_is_refused():
 
 
 def test_every_named_reduction_exists():
-    assert get_args(ReductionName) == REDUCTIONS
-    for reduction in REDUCTIONS:
+    for reduction in get_args(ReductionName):
         assert reduced(reduction, B02, length=8) != 0
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_b02_a_longer_answer_elsewhere_moves_no_width(reduction):
+    """A divisor that is the padded width would change when a longer answer joins the batch: here all are masked."""
+    joined = [*B02, [9.0] * 50]
+    mask_N = torch.tensor([True] * 10 + [False] * 50)
+    group_R = torch.tensor([0, 0, 1, 1])
+    alone = reduced(reduction, B02, length=8, group_R=group_R[:3])
+    assert reduced(reduction, joined, length=8, group_R=group_R, mask_N=mask_N) == pytest.approx(alone, abs=1e-15)
+
+
+def test_pair_mean_by_hand():
+    """Three groups: a pair, a pair whose answers are masked, and rollouts in no pair. One pair is left: 1 each."""
+    rollout_N = torch.tensor([0, 0, 1, 2, 3, 4])
+    weights = weights_of(
+        "pair_mean",
+        rollout_N,
+        5,
+        mask_N=torch.tensor([True, False, True, False, False, True]),
+        group_R=torch.tensor([0, 0, 1, 1, 2]),
+        usable_R=torch.tensor([True, True, True, True, False]),
+    )
+    assert weights.weight_N.tolist() == [1, 0, 1, 0, 0, 0]
+    assert weights.num_groups == 1
+    both = weights_of("pair_mean", rollout_N[:5], 4, group_R=torch.tensor([7, 7, 3, 3]))
+    assert both.weight_N.tolist() == [0.5] * 5
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(0, 2**31), st.sampled_from(REDUCTIONS))
+@settings(max_examples=60, deadline=None)
+def test_denominators_are_counted_over_what_is_data(lengths, seed, reduction):
+    """Each reduction as its formula says it, written out with loops."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rollouts = len(lengths)
+    rollout_N = torch.repeat_interleave(torch.arange(num_rollouts), torch.tensor(lengths))
+    mask_N = torch.rand(len(rollout_N), generator=generator) < 0.6
+    group_R = torch.randint(0, 3, (num_rollouts,), generator=generator)
+    usable_R = torch.rand(num_rollouts, generator=generator) < 0.8
+    loss_N = torch.randn(len(rollout_N), generator=generator, dtype=torch.float64)
+    data = [n for n in range(len(rollout_N)) if mask_N[n] and usable_R[rollout_N[n]]]
+    weight_N = weights_of(
+        reduction, rollout_N, num_rollouts, mask_N=mask_N, group_R=group_R, usable_R=usable_R, length=5
+    ).weight_N
+    rollout_of, group_of = rollout_N.tolist(), group_R[rollout_N].tolist()
+    by_rollout = [[float(loss_N[n]) for n in data if rollout_of[n] == rollout] for rollout in range(num_rollouts)]
+    by_group = [[float(loss_N[n]) for n in data if group_of[n] == group] for group in range(3)]
+    written_out = {
+        "token_mean": lambda: mean([loss for rollout in by_rollout for loss in rollout]),
+        "rollout_mean_token_mean": lambda: mean([mean(rollout) for rollout in by_rollout if rollout]),
+        "rollout_mean_token_sum": lambda: mean([sum(rollout) for rollout in by_rollout if rollout]),
+        "constant": lambda: mean([sum(rollout) / 5 for rollout in by_rollout if rollout]),
+        "prompt_mean": lambda: mean([mean(group) for group in by_group if group]),
+    }
+    assert weighted_sum(loss_N, weight_N).item() == pytest.approx(written_out[reduction](), abs=1e-12)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def test_weights_are_float32_unless_asked():

@@ -1,18 +1,20 @@
-"""Rewards -> advantages, in an order that arrival has no say in."""
+"""Rollouts and rewards in an order that arrival has no say in, which of them are data, and their figures."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
 from headway.objectives.named import objective
-from headway.prepare.credit import assign_credit
+from headway.prepare.credit import gather
 from headway.types import Score, ScoredRollout
 from tests.tiny import prompt, rollout, scored
 
-GRPO, DR_GRPO = objective("grpo"), objective("dr_grpo", length=8)
+GRPO = objective("grpo", kl_coefficient=0)
+BUDGET = 8
 
 
 def group(text: str, rewards: list[float], *, epoch: int = 0) -> list[ScoredRollout]:
@@ -23,18 +25,8 @@ def group(text: str, rewards: list[float], *, epoch: int = 0) -> list[ScoredRoll
     ]
 
 
-def test_advantages_by_hand():
-    credit = assign_credit(GRPO, [group("1+1=", [1.0, 0.0, 0.0, 0.0]), group("2+2=", [1.0, 1.0, 0.0, 0.0])])
-    half = 0.5 / (1 / 3) ** 0.5
-    assert credit.advantages.advantage_R.tolist() == pytest.approx(
-        [1.5, -0.5, -0.5, -0.5, half, half, -half, -half], abs=1e-5
-    )
-    assert credit.group_R.tolist() == [0] * 4 + [1] * 4
-
-
-def test_centred_advantages_by_hand():
-    credit = assign_credit(DR_GRPO, [group("1+1=", [1.0, 0.0, 0.0, 0.0])])
-    assert credit.advantages.advantage_R.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
+def unscored(text: str, member: int) -> ScoredRollout:
+    return ScoredRollout(rollout(prompt(text), [4], member=member), Score(None, "grader_timeout"))
 
 
 def test_metrics_by_hand():
@@ -44,8 +36,7 @@ def test_metrics_by_hand():
         scored(rollout(prompt("2"), [4, 5, 6, 7], member=0, finish="length"), 1.0),
         scored(rollout(prompt("2"), [], member=1, finish="aborted"), 1.0),
     ]
-    metrics = assign_credit(GRPO, [rollouts[:2], rollouts[2:]]).metrics
-    assert metrics == {
+    assert gather(GRPO, [rollouts[:2], rollouts[2:]], BUDGET).metrics == {
         "reward_mean": 0.75,
         "reward_std": 0.5,
         "num_rollouts": 4,
@@ -58,8 +49,11 @@ def test_metrics_by_hand():
 
 def test_the_order_is_that_of_prompt_epoch_and_member():
     groups = [group("2", [1.0, 0.0]), group("1", [0.0, 1.0], epoch=1), group("1", [0.25, 0.5])]
-    credit = assign_credit(GRPO, groups)
-    identities = [(s.rollout.prompt.uid, s.rollout.epoch, s.rollout.member, s.score.reward) for s in credit.rollouts]
+    gathered = gather(GRPO, groups, BUDGET)
+    identities = [
+        (answer.prompt.uid, answer.epoch, answer.member, reward)
+        for answer, reward in zip(gathered.rollouts, gathered.rewards, strict=True)
+    ]
     assert identities == [
         ("1", 0, 0, 0.25),
         ("1", 0, 1, 0.5),
@@ -68,28 +62,60 @@ def test_the_order_is_that_of_prompt_epoch_and_member():
         ("2", 0, 0, 1.0),
         ("2", 0, 1, 0.0),
     ]
-    assert credit.group_R.tolist() == [0, 0, 1, 1, 2, 2]
+    assert gathered.group_R.tolist() == [0, 0, 1, 1, 2, 2]
+    assert gathered.reward_R.tolist() == [0.25, 0.5, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_arrival_leaves_no_trace():
     groups = [group("1", [0.0, 1.0, 0.3]), group("2", [1.0, 0.7, 0.1]), group("3", [0.2, 0.0, 0.0])]
-    expected = assign_credit(GRPO, groups)
+    expected = gather(GRPO, groups, BUDGET)
     for order in itertools.permutations(groups):
-        shuffled = [random.Random(0).sample(members, len(members)) for members in order]
-        credit = assign_credit(GRPO, shuffled)
-        assert credit.rollouts == expected.rollouts
-        assert credit.advantages.advantage_R.tolist() == expected.advantages.advantage_R.tolist()
-        assert credit.metrics == expected.metrics
+        gathered = gather(GRPO, [random.Random(0).sample(members, len(members)) for members in order], BUDGET)
+        assert gathered.rollouts == expected.rollouts
+        assert gathered.reward_R.tolist() == expected.reward_R.tolist()
+        assert gathered.metrics == expected.metrics
 
 
 def test_a_lone_rollout_has_nothing_to_compare_with():
-    credit = assign_credit(GRPO, [group("1", [1.0]), group("2", [1.0, 0.0])])
-    assert credit.advantages.advantage_R[0] == 0
-    assert credit.advantages.usable_R.tolist() == [False, True, True]
-    assert assign_credit(GRPO, [group("1", [1.0])]).metrics["reward_std"] == 0.0
+    gathered = gather(GRPO, [group("1", [1.0]), group("2", [1.0, 0.0])], BUDGET)
+    assert gathered.selection.usable_R.tolist() == [False, True, True]
+    assert gathered.metrics["dropped_rollouts/lone"] == 1
+    assert gather(GRPO, [group("1", [1.0])], BUDGET).metrics["reward_std"] == 0.0
 
 
-def test_an_unscored_rollout_is_our_mistake():
-    unscored = ScoredRollout(rollout(prompt("1"), [4], member=1), Score(None, "grader_timeout"))
-    with pytest.raises(AssertionError, match="unscored"):
-        assign_credit(GRPO, [[*group("1", [1.0]), unscored]])
+def test_an_unscored_rollout_is_no_reward_of_0():
+    """Case 45: it leaves means, baselines and the data, and its group keeps the rest."""
+    gathered = gather(GRPO, [[*group("1", [1.0, 0.5]), unscored("1", 2)]], BUDGET)
+    assert gathered.rewards == [1.0, 0.5, None]
+    assert math.isnan(gathered.reward_R[2])
+    assert gathered.selection.usable_R.tolist() == [True, True, False]
+    assert gathered.metrics["reward_mean"] == 0.75
+    assert gathered.metrics["num_rollouts"] == 3
+    assert gathered.metrics["dropped_rollouts/unscored"] == 1
+
+
+def test_a_batch_without_a_score_has_no_mean_reward():
+    metrics = gather(GRPO, [[unscored("1", 0), unscored("1", 1)]], BUDGET).metrics
+    assert "reward_mean" not in metrics
+    assert metrics["dropped_rollouts/unscored"] == 2
+
+
+def test_filters_name_what_they_leave_out():
+    """Groups of equal rewards, as DAPO leaves them out; and answers that were cut off."""
+    by = objective("dapo", filters=("zero_variance", "truncated"))
+    cut = scored(rollout(prompt("2"), [4] * 8, member=2, finish="length"), 0.0)
+    gathered = gather(by, [group("1", [1.0, 1.0]), [*group("2", [1.0, 0.0]), cut]], BUDGET)
+    assert gathered.selection.usable_R.tolist() == [False, False, True, True, False]
+    assert gathered.metrics["dropped_rollouts/zero_variance"] == 2
+    assert gathered.metrics["dropped_rollouts/truncated"] == 1
+
+
+def test_overlong_answers_earn_less_and_outcomes_stay_as_they_were_scored():
+    """Budget 8, cache share 0.5: 4 tokens are free, the 6th and 8th take off 0.5 and 1. Equal outcomes stay equal."""
+    by = objective("dapo", overlong_share=0.5)
+    answers = [scored(rollout(prompt("1"), [4] * size, member=size), 1.0) for size in (4, 6, 8)]
+    gathered = gather(by, [answers], BUDGET)
+    assert gathered.reward_R.tolist() == pytest.approx([1.0, 0.5, 0.0])
+    assert gathered.rewards == [1.0] * 3
+    assert (gathered.metrics["reward_mean"], gathered.metrics["shaped_reward_mean"]) == (1.0, pytest.approx(0.5))
+    assert gathered.metrics["dropped_rollouts/zero_variance"] == 3

@@ -28,7 +28,7 @@ def simulated() -> Callable[..., list[Event]]:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """Events (and rows, rollouts, configuration) -> a run folder that holds them."""
+    """Events (and rows, rollouts, configuration, objective) -> a run folder that holds them."""
 
     def write(
         events: Sequence[Event],
@@ -37,11 +37,14 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
         metrics: Sequence[dict[str, Any]] = (),
         rollouts: Sequence[dict[str, Any]] = (),
         words: Sequence[str] = HAND_SIZED,
+        objective: str = "",
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "trace.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
         (folder / "config.toml").write_text(config.resolve(None, words).to_toml())
+        if objective:
+            (folder / "objective.txt").write_text(objective)
         for file, rows in (("metrics.jsonl", metrics), ("rollouts.jsonl", rollouts)):
             if rows:
                 (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))

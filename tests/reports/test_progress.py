@@ -237,6 +237,34 @@ def run_of_one_step(warning: str) -> list[Event]:
     ]
 
 
+def test_an_alarm_is_said_once_when_it_has_stood_for_some_steps() -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream)
+    progress(RUN)
+    shares = [0.95, 0.1, 0.95, 0.96, 0.97, 0.98, 0.1, 0.95, 0.95, 0.95]
+    for version, share in enumerate(shares):
+        progress(_taken(version, [0]))
+        progress(_trained(version + 1, truncated_share=share))
+    said = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
+    assert said == [
+        "warning: train step 5: the token budget cut off 97.0 % of the answers, so nearly none ends by itself: raise "
+        "generate.max_new_tokens (3 steps in a row)"
+    ]
+
+
+def test_an_unsound_run_is_said_at_its_beginning() -> None:
+    stream = io.StringIO()
+    ProgressLine(stream=stream)(Event("run", 0.0, {**RUN.fields, "unsound": ["the update would be biased"]}))
+    assert stream.getvalue() == "warning: unsound, and trained all the same: the update would be biased\n"
+
+
+def test_plain_lines_have_room_for_more_figures() -> None:
+    metrics = {"mismatch_kl_k3": 2e-3, "canary_kl_k3": 1.5e-12, "ess_share": 0.987, "entropy": 0.21}
+    status = _fed(RUN, _taken(0, [0]), _trained(1, **metrics))
+    assert status.details() == "numerics 1.5e-12  ESS 99 %  entropy 0.21"
+    assert _fed(RUN, _taken(0, [0]), _trained(1)).details() == ""
+
+
 def test_groups_that_fail_are_said_one_by_one_and_then_at_every_doubling() -> None:
     stream = io.StringIO()
     progress = ProgressLine(stream=stream)

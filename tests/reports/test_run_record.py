@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headway import config, run
+from headway.reports.folder import RunFolder
 from headway.reports.record import read_run, thinned
-from headway.trace import Event
+from headway.trace import Event, Trace
 from headway.types import UserError
 
 
@@ -93,3 +95,28 @@ def test_thinned_joins_neighbours_and_keeps_extremes() -> None:
         {"version": 5, "loss": 4.0, "lag_max": 1, "ratio_min": -3.0},
     ]
     assert thinned([{"version": 1, "loss": None}, {"version": 2}], 1) == [{"version": 2, "loss": None}]
+
+
+def test_what_unsound_overrides_is_in_the_trace_and_what_is_trained_in_the_folder(simulated, tmp_path: Path) -> None:
+    words = ("--objective.name", "ppo", "--objective.unsound", "true", "--run-ahead", "1")
+    settings = config.resolve(None, words).config
+    (reason,) = run.overridden(settings, run.chosen_objective(settings))
+    assert "ppo has no weight against the policy that sampled them" in reason
+    folder = RunFolder(tmp_path / "kept")
+    folder.write_objective("ppo\n    its source")
+    trace = Trace()
+    folder.listen_to(trace)
+    for event in simulated():
+        trace.emit(event.kind, event.at_s, **{**event.fields, **({"unsound": [reason]} if event.kind == "run" else {})})
+    folder.close()
+    kept = read_run(folder.path)
+    assert (kept.unsound, kept.objective_text) == ([reason], "ppo\n    its source\n")
+
+
+def test_a_sound_run_overrides_nothing(simulated, write_run) -> None:
+    settings = config.resolve(
+        None, ("--objective.name", "ppo", "--objective.unsound", "true", "--run-ahead", "0")
+    ).config
+    assert run.overridden(settings, run.chosen_objective(settings)) == []
+    assert simulated()[0]["unsound"] == []
+    assert read_run(write_run(simulated())).unsound == []

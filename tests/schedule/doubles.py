@@ -12,6 +12,7 @@ from typing import Any
 from headway import clock
 from headway.schedule import loop
 from headway.schedule.ledger import Ledger, Settings
+from headway.schedule.pass_rates import PassRates
 from headway.schedule.policy import Rules
 from headway.stages import Generated, Scored, Trained
 from headway.trace import Event, Trace
@@ -142,7 +143,14 @@ def settings_of(case: Case, **more: Any) -> Settings:
     )
 
 
-def play(case: Case, stages: Plain | None = None, *, progress: Mapping[str, Any] | None = None, **more: Any) -> Played:
+def play(
+    case: Case,
+    stages: Plain | None = None,
+    *,
+    progress: Mapping[str, Any] | None = None,
+    pass_rates: PassRates | None = None,
+    **more: Any,
+) -> Played:
     """Run the real loop on virtual time to its end. No task may be left behind."""
     stages = stages or Plain(case)
     events: list[Event] = []
@@ -150,7 +158,12 @@ def play(case: Case, stages: Plain | None = None, *, progress: Mapping[str, Any]
     async def program() -> Played:
         bell, time = clock.Bell(), asyncio.get_running_loop().time
         ledger = Ledger(
-            settings_of(case, **more), now=time, changed=bell.ring, trace=Trace(events.append), progress=progress
+            settings_of(case, **more),
+            now=time,
+            changed=bell.ring,
+            trace=Trace(events.append),
+            progress=progress,
+            pass_rates=pass_rates,
         )
         try:
             await loop.run(stages, ledger, Rules(case.run_ahead), bell)

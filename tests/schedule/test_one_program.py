@@ -39,7 +39,7 @@ def test_the_schedule_does_not_know_what_it_drives(path):
 
 
 def test_there_is_something_to_look_at():
-    assert [path.name for path in SCHEDULE] == ["__init__.py", "ledger.py", "loop.py", "policy.py"]
+    assert [path.name for path in SCHEDULE] == ["__init__.py", "ledger.py", "loop.py", "pass_rates.py", "policy.py"]
 
 
 def test_real_and_simulated_runs_call_the_same_loop():

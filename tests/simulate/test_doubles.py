@@ -159,6 +159,7 @@ def test_a_simulated_run_is_told_from_beginning_to_end():
         "seed": 0,
         "clock": "virtual",
         "version": 0,
+        "unsound": [],
     }
 
 

@@ -1,7 +1,8 @@
-"""The trainer of one process: schedule, clipping, gradients that are no numbers, precision, saving."""
+"""The trainer of one process: schedule, clipping, what is not finite, precision, the frozen reference, saving."""
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from headway.config import Train
-from headway.models.batch import MicroBatch
-from headway.models.policy import Policy
+from headway.config import AdapterSettings, Train
+from headway.models.policy import Policy, add_adapter
+from headway.models.rows import Rows
 from headway.models.weights import fingerprint
-from headway.objectives.named import objective
-from headway.prepare.credit import assign_credit
-from headway.prepare.pack import pack
+from headway.prepare.pack import Packing, pack
 from headway.train.local import LocalTrainer
 from headway.types import UserError
-from tests.tiny import make_bigram, make_policy, own_logprobs, prompt, rollout, scored
-
-GRPO = objective("grpo")
+from tests.tiny import make_bigram, make_policy, own_logprobs, prompt, rollout
 
 
 def make_trainer(policy: Policy, *, temperature: float = 1.0, num_steps: int = 10, **settings: Any) -> LocalTrainer:
@@ -29,20 +26,19 @@ def make_trainer(policy: Policy, *, temperature: float = 1.0, num_steps: int = 1
     )
 
 
-def micro_batch() -> MicroBatch:
-    """Two answers to one prompt."""
+def two_answers() -> Rows:
+    """To one prompt."""
     answers = [rollout(prompt("1+2="), [3, 27], member=0), rollout(prompt("1+2="), [4, 5, 6], member=1)]
-    credit = assign_credit(GRPO, [[scored(answer, float(number)) for number, answer in enumerate(answers)]])
-    (micro,) = pack(credit, GRPO, version=0, micro_batch_tokens=99).micro_batches
-    return micro
+    ((one,),) = pack(answers, [0, 0], [0, 1], Packing(99))
+    return one.rows
 
 
-def raise_logprobs(logp_N: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def raise_logprobs(logp_N: torch.Tensor) -> torch.Tensor:
     return -logp_N.sum()
 
 
 def step(trainer: LocalTrainer, scale: float = 1.0) -> dict[str, Any]:
-    trainer.forward_backward(micro_batch(), lambda logp_N, micro: scale * raise_logprobs(logp_N, micro))
+    trainer.forward_backward(two_answers(), lambda logp_N: scale * raise_logprobs(logp_N))
     return trainer.optim_step()
 
 
@@ -54,7 +50,7 @@ def state_of(trainer: LocalTrainer, folder: Path) -> dict[str, Any]:
 
 
 def logprobs_and_entropy(trainer: LocalTrainer) -> tuple[torch.Tensor, torch.Tensor]:
-    result = trainer.forward(micro_batch())
+    result = trainer.forward(two_answers())
     return result.logp_N, result.entropy_N
 
 
@@ -102,9 +98,9 @@ def test_the_learning_rate_is_the_one_that_is_applied():
 
 def test_gradients_accumulate_until_the_step(policy):
     trainer = make_trainer(policy)
-    trainer.forward_backward(micro_batch(), raise_logprobs)
+    trainer.forward_backward(two_answers(), raise_logprobs)
     once = policy.head.weight_VD.grad.clone()
-    trainer.forward_backward(micro_batch(), raise_logprobs)
+    trainer.forward_backward(two_answers(), raise_logprobs)
     torch.testing.assert_close(policy.head.weight_VD.grad, 2 * once)
     trainer.optim_step()
     assert all(parameter.grad is None for parameter in policy.model.parameters())
@@ -174,11 +170,61 @@ def test_log_probs_are_the_models_own_at_the_sampling_temperature(policy, temper
 def test_forward_and_forward_backward_agree(policy):
     trainer = make_trainer(policy)
     logp_N, entropy_N = logprobs_and_entropy(trainer)
-    result = trainer.forward_backward(micro_batch(), raise_logprobs)
+    result = trainer.forward_backward(two_answers(), raise_logprobs)
     assert torch.equal(result.logp_N, logp_N)
     assert torch.equal(result.entropy_N, entropy_N)
     assert result.loss == pytest.approx(-logp_N.sum().item())
     assert not result.logp_N.requires_grad
+
+
+# ---- the frozen reference
+
+
+def with_reference(policy: Policy, **settings: Any) -> LocalTrainer:
+    return LocalTrainer(
+        policy,
+        Train(**{"learning_rate": 0.01, **settings}),
+        temperature=1.0,
+        num_steps=9,
+        reference=copy.deepcopy(policy),
+    )
+
+
+def test_the_reference_keeps_its_bits_while_the_policy_learns(policy):
+    trainer = with_reference(policy)
+    before = fingerprint(trainer._reference.weights())
+    first = trainer.forward(two_answers(), reference=True).logp_N
+    assert torch.equal(first, trainer.forward(two_answers()).logp_N)
+    for _ in range(3):
+        step(trainer)
+        assert torch.equal(trainer.forward(two_answers(), reference=True).logp_N, first)
+    assert (trainer.forward(two_answers()).logp_N - first).abs().max() > 0.01
+    assert fingerprint(trainer._reference.weights()) == before
+
+
+def test_the_reference_computes_as_the_trainer_does(policy):
+    """In bfloat16 products too: what differs between the two is learning, and no rounding."""
+    trainer = with_reference(policy, compute_dtype="bfloat16")
+    ours, theirs = (trainer.forward(two_answers(), reference=reference).logp_N for reference in (False, True))
+    assert torch.equal(ours, theirs)
+
+
+def test_an_adapters_base_is_its_own_reference():
+    """No second copy: the policy is switched back, and forwards again afterwards."""
+    policy = add_adapter(make_policy(), AdapterSettings(kind="lora"), seed=0)
+    trainer = make_trainer(policy, learning_rate=0.05)
+    first = trainer.forward(two_answers()).logp_N
+    for _ in range(3):
+        step(trainer)
+    learned = trainer.forward(two_answers()).logp_N
+    assert (learned - first).abs().max() > 0.01
+    assert torch.equal(trainer.forward(two_answers(), reference=True).logp_N, first)
+    assert torch.equal(trainer.forward(two_answers()).logp_N, learned)
+
+
+def test_without_a_reference_nobody_is_given_the_policy_instead(policy):
+    with pytest.raises(AssertionError, match="there is none"):
+        make_trainer(policy).forward(two_answers(), reference=True)
 
 
 # ---- precision
@@ -194,8 +240,8 @@ def test_bfloat16_products_leave_masters_and_moments_in_float32(policy, tmp_path
 
 
 def test_bfloat16_products_are_near_the_float32_ones_and_not_the_same(policy):
-    exact = make_trainer(policy).forward(micro_batch()).logp_N
-    rough = make_trainer(policy, compute_dtype="bfloat16").forward(micro_batch()).logp_N
+    exact = make_trainer(policy).forward(two_answers()).logp_N
+    rough = make_trainer(policy, compute_dtype="bfloat16").forward(two_answers()).logp_N
     assert rough.dtype == torch.float32
     assert 0 < (rough - exact).abs().max() < 0.3
 
@@ -213,10 +259,9 @@ def test_b17a_small_updates_are_not_lost_with_bfloat16_products():
 def test_b17b_the_head_is_float32_with_bfloat16_products():
     """Logits 20 and 19.95: in bfloat16 both are 20, and the log-prob is -0.693147."""
     policy = make_bigram([[20.0, 19.95]] * 2)
-    answers = [scored(rollout(prompt("0"), [0], member=member), float(member)) for member in range(2)]
-    credit = assign_credit(GRPO, [answers])
-    (micro,) = pack(credit, GRPO, version=0, micro_batch_tokens=9).micro_batches
-    logp_N = make_trainer(policy, compute_dtype="bfloat16").forward(micro).logp_N
+    answers = [rollout(prompt("0"), [0], member=member) for member in range(2)]
+    ((one,),) = pack(answers, [0, 0], [0, 1], Packing(9))
+    logp_N = make_trainer(policy, compute_dtype="bfloat16").forward(one.rows).logp_N
     assert logp_N.tolist() == pytest.approx([-0.668460] * 2, abs=1e-5)
 
 

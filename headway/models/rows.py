@@ -1,0 +1,36 @@
+"""What a model's forward pass takes: flat rows without padding, and which of them say something of which token.
+
+Axes: T rows, N trained tokens, R rollouts that the token budget cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from headway.models.attention import Segment
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one forward pass takes, and nothing more.
+
+    ids_T, positions_T: the rows; segments: which rows see which. row_N: the row that predicts each trained token, which
+    is the state before that token; target_N: the token's id. last_row_R: the row after a cut-off rollout's last token,
+    where a critic says what the rest would have brought; last_rollout_R: the rollout's number in its batch. Both are
+    empty where no critic asks.
+    """
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    segments: tuple[Segment, ...]
+    row_N: torch.Tensor
+    target_N: torch.Tensor
+    last_row_R: torch.Tensor
+    last_rollout_R: torch.Tensor
+
+    def to(self, device: torch.device) -> Rows:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{n: value.to(device) for n, value in values.items() if isinstance(value, torch.Tensor)})
