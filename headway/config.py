@@ -248,12 +248,16 @@ class ObjectiveSettings(Section):
     )
     clip_low: float | None = Field(default=None, gt=0, le=1, description="ratios are clipped at 1 - clip_low")
     clip_high: float | None = Field(default=None, gt=0, description="ratios are clipped at 1 + clip_high")
-    dual_clip: float | None = Field(default=None, gt=1, description="bound of the loss of negative advantages")
+    dual_clip: float | None = Field(
+        default=None, ge=0, description="bound of the loss of negative advantages, above 1; 0: none"
+    )
     kl_coefficient: float | None = Field(default=None, ge=0, description="of a KL term to the reference; 0: none")
     kl_estimator: str | None = Field(default=None, description="of the KL term: k2, k3, k3_corrected ...")
     reward_kl: float | None = Field(default=None, ge=0, description="KL taken off the reward of each token; 0: none")
     quadratic_coefficient: float | None = Field(default=None, gt=0, description="of a squared log-ratio (tau)")
-    value_clip: float | None = Field(default=None, gt=0, description="how far the value loss lets values move")
+    value_clip: float | None = Field(
+        default=None, ge=0, description="how far the value loss lets values move; 0: as far as they will"
+    )
     beta: float | None = Field(default=None, gt=0, description="of the preference loss")
     overlong_share: float | None = Field(
         default=None, ge=0, le=1, description="last share of the token budget in which an answer is penalised; 0: none"

@@ -108,9 +108,12 @@ def named_objective(config: Config) -> Objective:
     """
     values = config.objective.model_dump(exclude={"name", "corrections"})
     try:
-        return objective(config.objective.name, corrections=config.objective.corrections, **values)
+        chosen = objective(config.objective.name, corrections=config.objective.corrections, **values)
     except ValueError as error:
         raise UserError(f"objective: {error}") from None
+    if chosen.length is not None and all(term.reduction != "constant" for term in chosen.terms):
+        raise UserError(f"objective.length does nothing in {chosen.name}: only the reduction constant divides by it")
+    return chosen
 
 
 def chosen_objective(config: Config) -> Objective:

@@ -180,7 +180,11 @@ def token_weights(
 
 
 def normaliser(objective: Objective, parts: Sequence[Tokens]) -> tuple[float, ...] | None:
-    """For each term the mean weight over an optimizer step, in the sense of its own reduction; None if not asked for.
+    """For each term the mean weight over an optimizer step; None if not asked for.
+
+    Over tokens, as the term's reduction counts them; where a weight is of whole answers, over answers: a mean over
+    tokens would count long ones more, and miss by E_pi[len] / E_mu[len] however large the batch. The zeros of a mask
+    are part of the mean, so what is left counts for what was cut.
 
     parts: all micro-batches of the step, with their proximal log-probs. A mean of 0 (all masked) gives 1.
     """
@@ -196,9 +200,14 @@ def _mean_weight(term: Term, place: int, parts: Sequence[Tokens], interpolated: 
         assert tokens.proximal_N is not None, "self-normalisation needs proximal log-probs"
         weight_N = tokens.weights[place]
         logs = _LogProbs.of(tokens.proximal_N, tokens, tokens.mask_N & (weight_N != 0), interpolated)
-        mean += float((_importance(term, logs, tokens.advantage_N, {}) * weight_N).sum())
-        total += float(weight_N.sum())
+        share_N = weights.rollout_share(logs.kept_N, tokens.rollout_N) if _of_whole_answers(term) else weight_N
+        mean += float((_importance(term, logs, tokens.advantage_N, {}) * share_N).sum())
+        total += float(share_N.sum())
     return 1.0 if mean == 0 else mean / total
+
+
+def _of_whole_answers(term: Term) -> bool:
+    return any(weight.ratio.level != "token" for weight in term.weights if not weight.binary)
 
 
 # ---- once for each micro-batch

@@ -84,6 +84,11 @@ def _in_loss(key: str, why: str, setting: str = ""):
     return change
 
 
+def _off_at_0(key: str, why: str):
+    change = _in_loss(key, why)
+    return lambda chosen, value: change(chosen, value or None)
+
+
 def _anchor(chosen: Objective, value: str) -> Objective:
     check_name("anchor", value, ("proximal", "behaviour"))
 
@@ -177,12 +182,12 @@ OVERRIDES: dict[str, Any] = {
     "reduction": _reduction,
     "clip_low": _clip("clip_low"),
     "clip_high": _clip("clip_high"),
-    "dual_clip": _in_loss("dual_clip", "only the clipped surrogate has one"),
+    "dual_clip": _off_at_0("dual_clip", "only the clipped surrogate has one"),
     "kl_coefficient": _kl_coefficient,
     "kl_estimator": _in_loss("estimator", "it has no KL term; set kl_coefficient too", "kl_estimator"),
     "reward_kl": _field("reward_kl"),
     "quadratic_coefficient": _quadratic,
-    "value_clip": _in_loss("value_clip", "it has no value loss"),
+    "value_clip": _off_at_0("value_clip", "it has no value loss"),
     "beta": _in_loss("beta", "only the preference loss has one"),
     "overlong_share": _overlong,
     "filters": _filters,
@@ -194,7 +199,7 @@ OVERRIDES: dict[str, Any] = {
 }
 """Key -> what it changes, in the order in which they are applied.
 
-0 switches kl_coefficient, reward_kl, overlong_share and retire_above off.
+0 switches dual_clip, kl_coefficient, reward_kl, value_clip, overlong_share and retire_above off.
 """
 
 

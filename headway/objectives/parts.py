@@ -144,8 +144,11 @@ class Weight:
         check_name("act of a weight", self.act, get_args(Act))
         if not 0 <= self.low <= self.high:
             raise ValueError(f"{self.name}: low {self.low:g} must be at least 0 and at most high {self.high:g}")
-        if self.act in ("keep_k3", "off_policy_mask") and self.high == inf:
-            raise ValueError(f"{self.name} never acts without a finite bound")
+        if self.high == 0 and self.act in ("truncate", "mask"):
+            raise ValueError(f"{self.name}: with high 0 every weight is 0, and nothing is learned")
+        never = self.high == inf and (self.act in ("keep_k3", "off_policy_mask") or (not self.low and self.binary))
+        if never or (self.act == "mask" and not self.low and self.high == inf):
+            raise ValueError(f"{self.name} never acts without a bound")
 
     @property
     def binary(self) -> bool:
@@ -461,9 +464,15 @@ class Objective:
 
     @property
     def corrects_behaviour(self) -> bool:
-        """Its policy terms weigh each token by a ratio to the policy that sampled it, or need no such weight."""
+        """Its policy terms weigh each token by a ratio to the policy that sampled it, or need no such weight.
+
+        A geometric mean over an answer is no such ratio: it says how far the answer is, not how likely it was.
+        """
         return all(
-            any(ratio.old == "behaviour" and not self._only_binary(term, ratio) for ratio in term.ratios)
+            any(
+                ratio.old == "behaviour" and "geometric" not in ratio.level and not self._only_binary(term, ratio)
+                for ratio in term.ratios
+            )
             for term in self.terms
             if term.uses_advantage
         )

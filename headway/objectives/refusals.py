@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headway.objectives.parts import (
     KL_ESTIMATORS,
+    Clipped,
     ClippedValue,
     Objective,
     PolicyRatio,
@@ -100,12 +101,25 @@ def _stale_without_weight(objective: Objective, situation: Situation) -> Refusal
 def _unbounded_product(objective: Objective, situation: Situation) -> Refusal | None:
     for term in objective.terms:
         weights = [weight for weight in term.weights if weight.ratio.level == "sequence" and not weight.bounded]
-        ratio = term.loss.ratio if isinstance(term.loss, PolicyRatio) else None
-        if weights or (ratio is not None and ratio.level == "sequence"):
+        loss = term.loss
+        open_ended = isinstance(loss, PolicyRatio) or (isinstance(loss, Clipped) and loss.dual_clip is None)
+        if weights or (open_ended and isinstance(loss, WithRatio) and loss.ratio.level == "sequence"):
             return Refusal(
                 "a product of ratios over a whole answer with no bound has a variance that grows exponentially with "
                 "the answer's length",
                 "bound it (sequence_tis, sequence_mis), or weigh by token (tis)",
+            )
+    return None
+
+
+def _counted_once_per_token(objective: Objective, situation: Situation) -> Refusal | None:
+    for term in objective.terms:
+        whole = isinstance(term.loss, WithRatio) and term.loss.ratio.level == "sequence"
+        if whole and term.reduction != "rollout_mean_token_mean":
+            return Refusal(
+                f"the ratio of a whole answer stands at each of its tokens, and {term.reduction} adds them up: its "
+                "gradient would count once per token",
+                "use the reduction rollout_mean_token_mean, under which it counts once",
             )
     return None
 
@@ -156,7 +170,15 @@ def _stale_kl(objective: Objective, situation: Situation) -> Refusal | None:
 
 
 def _nothing_to_interpolate(objective: Objective, situation: Situation) -> Refusal | None:
-    if objective.proximal != "interpolated" or situation.optimizer_steps > 1:
+    if objective.proximal != "interpolated":
+        return None
+    if not any("proximal" in (ratio.new, ratio.old) for term in objective.terms for ratio in term.ratios):
+        return Refusal(
+            f"{objective.name} has no ratio to the proximal policy, so there is none to interpolate",
+            "leave objective.proximal at recomputed",
+            impossible=True,
+        )
+    if situation.optimizer_steps > 1:
         return None
     return Refusal(
         "with one optimizer step per batch the proximal policy is the current one, and guessing it gains nothing",
@@ -198,6 +220,7 @@ RULES: tuple[Callable[[Objective, Situation], Refusal | None], ...] = (
     _no_length,
     _stale_without_weight,
     _unbounded_product,
+    _counted_once_per_token,
     _weighted_twice,
     _kl_without_gradient,
     _stale_kl,

@@ -78,6 +78,12 @@ def rollout_mean(item_N: Tensor, mask_N: Tensor, rollout_N: Tensor) -> Tensor:
     return rollout_sum(item_N, rollout_N) / rollout_sum(mask_N.to(item_N.dtype), rollout_N).clamp(min=1)
 
 
+def rollout_share(mask_N: Tensor, rollout_N: Tensor) -> Tensor:
+    """`1 / len` on each trained token: a rollout's tokens count for one rollout together. Float64."""
+    kept_N = mask_N.double()
+    return kept_N / rollout_sum(kept_N, rollout_N).clamp(min=1)
+
+
 def truncated(ratio_N: Tensor, cap: float, low: float = 0.0) -> Tensor:
     """The truncated importance weight `min(max(w, low), C)`, with gradients stopped.
 

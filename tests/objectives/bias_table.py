@@ -54,15 +54,18 @@ def bias_and_variance(row: Objective, policies: Policies) -> tuple[float, float]
     toy = policies.toy
     exact_P = exact_gradient(toy, policies.current, toy.reward_Y)
     found = gradients_of_answers(row, policies, toy.reward_Y - policies.probability_Y @ toy.reward_Y)
-    spread = _with_normaliser(found, toy) if row.self_normalise else found.variance
+    whole_answers = any(weight.ratio.level != "token" for weight in row.terms[0].weights)
+    spread = _with_normaliser(found, toy, whole_answers) if row.self_normalise else found.variance
     return relative(found.mean_P, exact_P), spread / float(exact_P.square().sum())
 
 
-def _with_normaliser(found: Gradients, toy: Toy) -> float:
+def _with_normaliser(found: Gradients, toy: Toy, whole_answers: bool) -> float:
     """The variance per answer in the limit of large batches, where the mean weight is a sample too (delta method)."""
-    excess_Y = toy.sum_Y(found.importance_M) - toy.length_Y
-    mean_length = found.probability_B @ toy.length_Y.double()
-    influence_YP = found.gradient_BP - excess_Y[:, None] / mean_length * found.mean_P
+    if whole_answers:
+        excess_Y = toy.sum_Y(found.importance_M) / toy.length_Y - 1
+    else:
+        excess_Y = (toy.sum_Y(found.importance_M) - toy.length_Y) / (found.probability_B @ toy.length_Y.double())
+    influence_YP = found.gradient_BP - excess_Y[:, None] * found.mean_P
     return Gradients(influence_YP, found.probability_B, found.importance_M, found.acted).variance
 
 

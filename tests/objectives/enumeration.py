@@ -197,11 +197,23 @@ def gradients_of_answers(objective: Objective, policies: Policies, advantage_Y: 
     place_N = torch.arange(len(toy.answer_N))
     tokens = policies.tokens(place_N, toy.answer_N, toy.answer_N, advantage_Y[toy.answer_N], *weights)
     if objective.self_normalise:
-        probable = tuple(weight_N * policies.probability_Y[toy.answer_N] for weight_N in weights)
-        tokens = replace(tokens, normaliser=compose.normaliser(objective, [replace(tokens, weights=probable)]))
+        tokens = replace(tokens, normaliser=_limit_of_the_normaliser(objective, policies, tokens, place_N))
     coefficient_N, aux = _coefficients(objective, policies, tokens, place_N)
     gradient_YP = toy.sum_Y(coefficient_N[:, None] * toy.score_NP(policies.current))
     return Gradients(gradient_YP, policies.probability_Y, aux.importance_N.detach(), aux.acted)
+
+
+def _limit_of_the_normaliser(
+    objective: Objective, policies: Policies, tokens: Tokens, place_N: Tensor
+) -> tuple[float, ...] | None:
+    """What the mean weight of a large batch tends to: each answer counts with its probability under mu."""
+    toy, (term, *_) = policies.toy, objective.terms
+    if all(weight.ratio.level == "token" for weight in term.weights):
+        probable = tuple(weight_N * policies.probability_Y[toy.answer_N] for weight_N in tokens.weights)
+        return compose.normaliser(objective, [replace(tokens, weights=probable)])
+    _, aux = _coefficients(objective, policies, tokens, place_N)
+    importance_Y = toy.sum_Y(aux.importance_N) / toy.length_Y  # the same at each token of an answer
+    return (float(policies.probability_Y @ importance_Y),)
 
 
 def every_batch(toy: Toy, num_rollouts: int) -> Tensor:

@@ -162,7 +162,7 @@ def generalised(gamma: float, lam: float) -> Advantages:
     return lambda batch: [of_answer(answer) for answer in batch]
 
 
-# ---- reductions: 3.26, of a batch of one group
+# ---- reductions, of a batch of one group
 
 
 def _all(number: float, batch: list[Answer]) -> Numbers:

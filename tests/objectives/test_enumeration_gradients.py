@@ -36,7 +36,7 @@ def plain(answer: Answer, advantage: list[float]) -> list[float]:
 
 
 def clip_stops(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> bool:
-    """Where PPO's objective is flat (3.2): beyond the bound that the advantage pushes to."""
+    """Where PPO's objective is flat: beyond the bound that the advantage pushes to."""
     if advantage >= 0:
         return ratio > high
     return ratio < low or (dual is not None and ratio > dual)
@@ -70,25 +70,25 @@ def plus(first: Coefficients, second: Any) -> Coefficients:
 
 
 def gspo(answer: Answer, advantage: list[float]) -> list[float]:
-    """3.8: `s A mean_t grad log pi`, s the geometric mean; the mean over tokens is in the reduction's share."""
+    """GSPO: `s A mean_t grad log pi`, s the geometric mean; the mean over tokens is in the reduction's share."""
     s = prod(answer.rho) ** (1 / answer.length)
     return [0.0 if clip_stops(s, a, 1 - 3e-4, 1 + 4e-4) else s * a for a in advantage]
 
 
 def minirl(answer: Answer, advantage: list[float]) -> list[float]:
-    """3.23: `M sg(pi / pi_prox) min(pi_prox / mu, 5) A`."""
+    """MiniRL: `M sg(pi / pi_prox) min(pi_prox / mu, 5) A`."""
     triples = zip(answer.rho, answer.w, advantage, strict=True)
     return [0.0 if clip_stops(rho, a, 0.8, 1.27) else rho * min(w, 5) * a for rho, w, a in triples]
 
 
 def kimi(answer: Answer, advantage: list[float]) -> list[float]:
-    """3.16: the ratio times A inside the bounds, nothing outside whatever the sign of A, and `-2 tau log ratio`."""
+    """Kimi K2.5: the ratio times A inside the bounds, 0 outside whatever the sign of A, and `-2 tau log ratio`."""
     pairs = zip(answer.whole, advantage, strict=True)
     return [(whole * a if 0.8 <= whole <= 1.28 else 0.0) - 0.01 * 2 * log(whole) for whole, a in pairs]
 
 
 def glm5(answer: Answer, advantage: list[float]) -> list[float]:
-    """3.15: `f(r) A`, f(r) = r inside (0.8, 1.28), else 0."""
+    """GLM-5: `f(r) A`, f(r) = r inside (0.8, 1.28), else 0."""
     return [whole * a if 0.8 < whole < 1.28 else 0.0 for whole, a in zip(answer.whole, advantage, strict=True)]
 
 
@@ -110,14 +110,14 @@ def grad_k3(answer: Answer) -> list[float]:
 
 
 def rloo_advantages(batch: list[Answer]) -> by_hand.Numbers:
-    """3.5, the answer as one action: its reward less 0.03 times the log-ratio to the reference of all of it."""
+    """The answer as one action: its reward less 0.03 times the log-ratio to the reference of all of it."""
     kl = [sum(log(prox / ref) for prox, ref in zip(answer.prox, answer.ref, strict=True)) for answer in batch]
     left_out = by_hand.others_left_out([answer.reward - 0.03 * own for answer, own in zip(batch, kl, strict=True)])
     return [[number] * answer.length for answer, number in zip(batch, left_out, strict=True)]
 
 
 def dapo_advantages(batch: list[Answer]) -> by_hand.Numbers:
-    """3.7: an answer of all 2 tokens is at the budget and loses 1; one of 1 stays below 2 - 0.2 * 2 tokens."""
+    """DAPO: an answer of all 2 tokens is at the budget and loses 1; one of 1 stays below 2 - 0.2 * 2 tokens."""
     shaped = [answer.reward - (1.0 if answer.length == 2 else 0.0) for answer in batch]
     return [[number] * answer.length for answer, number in zip(batch, by_hand.standardised(shaped), strict=True)]
 
@@ -226,7 +226,7 @@ def test_the_closed_form_notices_a_bound_that_does_not_act(name):
 
 
 def test_online_dpo_is_its_closed_form():
-    """3.19: uphill `beta sigma(-beta margin) (grad log pi(y+) - grad log pi(y-))`, the margin in log pi / ref; pairs of
+    """Uphill `beta sigma(-beta margin) (grad log pi(y+) - grad log pi(y-))`, the margin in log pi / ref; pairs of
     equal rewards give nothing, and mu plays no part but to draw them."""
     policies = stale()
     every = listed(policies, policies.toy.reward_Y)
@@ -292,7 +292,7 @@ def _mean_k3(answer: Answer) -> float:
 
 
 def _distance(answer: Answer) -> float:
-    """3.24: mean over tokens of log mu - log pi."""
+    """DeepSeek-V3.2: mean over tokens of log mu - log pi."""
     return sum(-log(whole) for whole in answer.whole) / answer.length
 
 
@@ -323,7 +323,7 @@ CORRECTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("written", CORRECTIONS)
 def test_a_correction_multiplies_the_coefficients(written):
-    """On Dr. GRPO's clipped ratio, by the factor of its definition (3.10 to 3.14, 3.24)."""
+    """On Dr. GRPO's clipped ratio, by the factor of its definition."""
     policies = stale()
     described = objective("dr_grpo", length=7, corrections=[written])
     found = gradients_of_batches(described, policies, policies.toy.reward_Y)
@@ -357,7 +357,7 @@ def test_self_normalised_weights_are_divided_by_their_mean_over_the_batch():
 
 
 def test_an_interpolated_proximal_policy_is_a_point_on_the_way_from_mu_to_pi():
-    """A-3PO (3.17): `log pi_prox = log mu + 2/3 (log pi - log mu)` for tokens that are 2 versions old."""
+    """A-3PO: `log pi_prox = log mu + 2/3 (log pi - log mu)` for tokens that are 2 versions old."""
     policies = stale()
     described = objective("decoupled_ppo", proximal="interpolated")
     found = gradients_of_batches(described, policies, policies.toy.reward_Y)

@@ -2,8 +2,8 @@
 
 Proved for every answer of up to 4 tokens, in float64: the whole-answer weight gives the gradient of J = E_pi[r] itself;
 a weight per token does so for answers of one token, and beyond that the gradient of something else, which is written
-out; truncating and masking cost exactly what `reference 1.16` says. Not covered: sampling noise (there is none here),
-answers longer than 4, and how large real mismatches are.
+out; truncating and masking cost exactly what the identities below say. Not covered: sampling noise (there is none
+here), answers longer than 4, and how large real mismatches are.
 """
 
 from __future__ import annotations
@@ -92,6 +92,32 @@ def test_the_whole_answer_ratio_is_exact_for_stale_policies_too(noise, max_lengt
     found = gradients_of_answers(described, policies, policies.toy.reward_Y)
     exact_P = exact_gradient(policies.toy, policies.current, policies.toy.reward_Y)
     torch.testing.assert_close(found.mean_P, exact_P, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("reduction", ["rollout_mean_token_sum", "rollout_mean_token_mean"])
+def test_self_normalised_whole_answer_weights_are_exact_in_large_batches(noise, reduction):
+    """Their mean is over answers and tends to 1, whatever the reduction averages. (Over tokens it would tend to
+    `E_pi[length] / E_mu[length]`, and the gradient would be off by that factor.)"""
+    policies = Policies.random(Toy(4), seed=1, mismatch=noise)
+    own_P, plain_P = (
+        gradients_of_answers(
+            objective(
+                "reinforce",
+                advantage="reward",
+                corrections=["sequence_is"],
+                reduction=reduction,
+                self_normalise=own,
+            ),
+            policies,
+            policies.toy.reward_Y,
+        ).mean_P
+        for own in (True, False)
+    )
+    torch.testing.assert_close(own_P, plain_P, rtol=0, atol=1e-12)
+    if reduction == "rollout_mean_token_sum":
+        exact_P = exact_gradient(policies.toy, policies.current, policies.toy.reward_Y)
+        torch.testing.assert_close(own_P, exact_P, rtol=0, atol=1e-12)
 
 
 # ---- weights of tokens
@@ -183,7 +209,7 @@ def test_a_constant_baseline_moves_the_mean_only_where_nothing_is_corrected(seed
     assert moved("mis:1.5") > 0.1
 
 
-# ---- the cost of a bound: 1.16
+# ---- the cost of a bound
 
 CAPS = [0.5, 1.0, 1.2, 2.0, 1e6]
 
@@ -264,7 +290,7 @@ def test_the_caps_of_these_tests_act():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("noise", NOISES)
 def test_ignoring_the_mismatch_costs_at_most_the_total_variation(noise, seed):
-    """1.13: the gap is `sum_y (mu - pi) A grad log pi`, at most `2 TV(mu, pi) max |A grad log pi|`."""
+    """The gap is `sum_y (mu - pi) A grad log pi`, at most `2 TV(mu, pi) max |A grad log pi|`."""
     policies = Policies.random(Toy(4), seed, mismatch=noise)
     toy, mu_Y = policies.toy, policies.probability_Y
     f_YP = toy.reward_Y[:, None] * toy.score_YP(policies.current)

@@ -398,7 +398,7 @@ def test_clips_act_on_the_current_policy_and_not_on_the_mismatch():
         ("dr_grpo", {"length": 0}, "length 0 must be above 0"),
         ("ppo", {"gamma": 1.5}, "gamma 1.5 must be between 0 and 1"),
         ("ppo", {"lam": -0.5}, "lam -0.5 must be between 0 and 1"),
-        ("ppo", {"value_clip": 0.0}, "value_clip 0 must be above 0"),
+        ("ppo", {"value_clip": -0.1}, "value_clip -0.1 must be above 0"),
         ("online_dpo", {"beta": 0.0}, "beta 0 must be above 0"),
         ("kimi_k25", {"quadratic_coefficient": 0.0}, "coefficient of a term 0 must be above 0"),
     ],
@@ -465,7 +465,11 @@ def test_bounds_after_colons(written, bounds):
         ("icepop:5:0.5", "icepop: low 5 must be at least 0 and at most high 0.5"),
         ("icepop:-1:2", "icepop: low -1 must be at least 0"),
         ("tis:nan", "tis: low 0 must be at least 0 and at most high nan"),
-        ("k3_rejection:inf", "k3_rejection never acts without a finite bound"),
+        ("k3_rejection:inf", "k3_rejection never acts without a bound"),
+        ("tis:0", "tis: with high 0 every weight is 0"),
+        ("veto:0", "veto never acts without a bound"),
+        ("mis:inf", "mis never acts without a bound"),
+        ("geometric_rejection:0:inf", "geometric_rejection never acts without a bound"),
     ],
 )
 def test_a_correction_that_is_not_well_written_is_refused(written, message):
@@ -491,8 +495,8 @@ def test_a_preference_has_nothing_to_correct():
         (lambda: Weight(name="w", ratio=Ratio(), act="clip"), "unknown act of a weight 'clip'"),
         (lambda: Weight(name="w", ratio=Ratio(), act="mask", low=2, high=1), "w: low 2 must be at least 0 and at most"),
         (lambda: Weight(name="w", ratio=Ratio(), act="mask", low=-1), "w: low -1"),
-        (lambda: Weight(name="w", ratio=Ratio(), act="keep_k3"), "w never acts without a finite bound"),
-        (lambda: Weight(name="w", ratio=Ratio(), act="off_policy_mask"), "w never acts without a finite bound"),
+        (lambda: Weight(name="w", ratio=Ratio(), act="keep_k3"), "w never acts without a bound"),
+        (lambda: Weight(name="w", ratio=Ratio(), act="off_policy_mask"), "w never acts without a bound"),
         (lambda: Clipped(clip_low=0), "clip_low 0 must be above 0"),
         (lambda: Clamped(clip_high=0), "clip_high 0 must be above 0"),
         (lambda: Clamped(clip_low=2), "clip_low 2 must be above 0 and at most 1"),
@@ -571,3 +575,8 @@ def test_every_part_has_its_formula():
 def test_reading_objectives_imports_no_torch(module):
     program = f"import sys, headway.objectives.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_clip_can_be_switched_off():
+    assert objective("ppo", value_clip=0).value_term.loss.value_clip is None
+    assert objective("dapo", dual_clip=0).terms[0].loss.dual_clip is None

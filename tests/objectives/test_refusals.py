@@ -8,7 +8,7 @@ import pytest
 
 from headway.objectives.corrections import CORRECTIONS
 from headway.objectives.named import PRESETS, objective
-from headway.objectives.parts import Objective, PolicyRatio, Ratio, Term
+from headway.objectives.parts import Clipped, Objective, PolicyRatio, Ratio, Term
 from headway.objectives.refusals import Situation, refusals
 
 SYNCHRONOUS = Situation(group_size=8)
@@ -132,3 +132,19 @@ def test_truncated_sampling_needs_the_kept_set():
 def test_what_is_impossible_comes_first():
     found = refusals(named("dapo"), Situation(stale=True, group_size=1))
     assert [refusal.impossible for refusal in found] == [True, False]
+
+
+@pytest.mark.parametrize("loss", [PolicyRatio, Clipped])
+def test_a_product_is_bounded_by_a_dual_clip_alone(loss):
+    whole = Ratio(level="sequence")
+    chosen = replace(named("dapo"), terms=(Term(loss=loss(ratio=whole), reduction="rollout_mean_token_mean"),))
+    assert "grows exponentially" in reasons(chosen, SYNCHRONOUS)[0]
+    bounded = Term(loss=Clipped(ratio=whole, dual_clip=3.0), reduction="rollout_mean_token_mean")
+    assert reasons(replace(chosen, terms=(bounded,)), SYNCHRONOUS) == []
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "rollout_mean_token_sum", "constant", "prompt_mean"])
+def test_the_ratio_of_a_whole_answer_counts_once(reduction):
+    loss = Clipped(ratio=Ratio(level="sequence"), dual_clip=3.0)
+    chosen = replace(named("dapo"), terms=(Term(loss=loss, reduction=reduction),))
+    assert "once per token" in reasons(chosen, SYNCHRONOUS)[0]
