@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from experiments.page import Section, curves, figure_or_dash, small_multiples, write
+from experiments.page import Section, figure_or_dash, small_multiples, write
 from experiments.side_by_side import RECIPE, Arm, Outcome, main_words, recipe_without, run_all
 from headway.objectives.named import PRESETS
 from headway.objectives.parts import KL_ESTIMATORS, Objective, ReferenceKL
@@ -61,7 +61,9 @@ def _sections(outcomes: list[Outcome]):
         table=[_HEAD, *(_row(outcome) for outcome in outcomes)],
     )
     yield Section(
-        "Entropy", "Of the trainer's distribution over trained tokens, in nats.", curves(outcomes, "entropy", "entropy")
+        "Entropy",
+        "Of the trainer's distribution over trained tokens, in nats, over five steps.",
+        small_multiples(outcomes, "entropy", smooth=5),
     )
 
 

@@ -37,7 +37,7 @@ def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Non
         if section.table:
             parts.append(_table(section.table))
         if section.figure is not None:
-            parts.append(plotly.io.to_html(section.figure, full_html=False, include_plotlyjs=scripts))
+            parts.append(plotly.io.to_html(section.figure, full_html=False, include_plotlyjs=scripts, config=_PLAIN))
             scripts = False
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{CSS}{_TABLES}</style>'
     body = "\n".join(parts)
@@ -45,8 +45,11 @@ def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Non
     print(f"page: {path}")
 
 
+_PLAIN = {"displayModeBar": False, "responsive": True}
+
 _TABLES = """
 table{width:100%}th{text-align:left;font-weight:600;padding:4px 14px 4px 0;border-bottom:1px solid var(--line)}
+td,th{overflow-wrap:normal}
 td{border-bottom:1px solid var(--soft);font-variant-numeric:tabular-nums}td:first-child{color:var(--ink)}
 """
 
