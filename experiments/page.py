@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,21 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{cells}</tr>{lines}</table>"
 
 
-def curves(outcomes: Sequence[Outcome], metric: str, title: str, *, log: bool = False, smooth: int = 1) -> go.Figure:
-    """One line per run: a metric against train steps."""
+def curves(
+    outcomes: Sequence[Outcome],
+    metric: str,
+    title: str,
+    *,
+    log: bool = False,
+    smooth: int = 1,
+    floor: float = -math.inf,
+) -> go.Figure:
+    """One line per run: a metric against train steps. floor: values below it are not drawn."""
     figure = go.Figure()
     for place, outcome in enumerate(outcomes):
         versions, values = outcome.column(metric)
-        figure.add_trace(_line(versions, smoothed(values, smooth), outcome.arm.name, place))
+        drawn = [value if value >= floor else None for value in smoothed(values, smooth)]
+        figure.add_trace(_line(versions, drawn, outcome.arm.name, place))
     figure.update_yaxes(title={"text": title}, type="log" if log else "linear", exponentformat="power")
     return _styled(figure, 380)
 
@@ -111,7 +121,7 @@ def smoothed(values: Sequence[float], num: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _line(x: Sequence[float], y: Sequence[float], name: str, place: int) -> go.Scatter:
+def _line(x: Sequence[float], y: Sequence[float | None], name: str, place: int) -> go.Scatter:
     dash = ("solid", "dot", "dash")[place // len(COLOURS) % 3]
     return go.Scatter(x=x, y=y, name=name, line={"color": COLOURS[place % len(COLOURS)], "width": 2, "dash": dash})
 

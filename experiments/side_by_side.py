@@ -30,14 +30,12 @@ PROCESS = "process.json"
 class Arm:
     """One of the runs that are compared.
 
-    name: of its folder; words: settings as on the command line; command: the module and words that train it; why: what
-    it is there for.
+    name: of its folder; words: settings as on the command line; command: the module and words that train it.
     """
 
     name: str
     words: tuple[str, ...] = ()
     command: tuple[str, ...] = ("headway", "train")
-    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,13 @@ class Batch:
     optimizer_steps: its parts, each the micro-batches of one optimizer step; the weights of the reductions in
     `MicroBatch.tokens` have the denominators of all of a part. rollouts: all of the batch, in the order that
     `Tokens.rollout_N` counts in, those too that are no data and in no micro-batch. rewards: the scorers', None where
-    unscored. num_tokens: trained tokens that are data; num_rollouts, num_groups: those that have any. metrics: figures
-    of the batch by name.
+    unscored. metrics: figures of the batch by name.
     """
 
     version: int
     optimizer_steps: list[list[MicroBatch]]
     rollouts: list[Rollout]
     rewards: list[float | None]
-    num_tokens: int
-    num_rollouts: int
-    num_groups: int
     metrics: dict[str, Any]
 
     @property

@@ -1,4 +1,4 @@
-"""What a killed run is resumed from: the trainer's state and the ledger's progress, written as one thing.
+"""What a killed run is resumed from: the state of trainer and critic, and the ledger's progress, written as one thing.
 
 A checkpoint is a folder that appears by one rename when it is whole; a kill while it is written leaves only a folder
 with another name, which the next write removes. The newest whole one counts.
@@ -31,16 +31,16 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    root: Path, progress: Mapping[str, Any], save_trainer: Callable[[Path], object], *, keep: int
+    root: Path, progress: Mapping[str, Any], save_learners: Callable[[Path], object], *, keep: int
 ) -> Path:
     """Write a checkpoint named after progress["version"], then remove all but the `keep` newest.
 
-    save_trainer is called with the folder it may write into. If it fails (a full disk, say), nothing older is lost.
+    save_learners is called with the folder it may write into. If it fails (a full disk, say), nothing older is lost.
     """
     unfinished = root / _UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    save_trainer(unfinished)
+    save_learners(unfinished)
     (unfinished / _PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
     for path in (unfinished, *unfinished.rglob("*")):
         _flush_to_disk(path)

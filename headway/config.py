@@ -7,7 +7,6 @@ error that names the nearest valid one. This module knows names and ranges, no i
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from headway.types import UserError
+from headway.types import UserError, did_you_mean, nearest
 
 Origin = Literal["default", "recipe", "command line"]
 
@@ -301,8 +300,8 @@ class Train(Section):
 class CriticSettings(Section):
     """The value function, where the objective has one. What is not here is as in [train]."""
 
-    value_learning_rate: float = Field(
-        default=1e-5, ge=0, description="near the 9e-6 of InstructGPT (arXiv 2203.02155, C.4)"
+    value_learning_rate: float | None = Field(
+        default=None, ge=0, description="default 1e-5, near the 9e-6 of InstructGPT (arXiv 2203.02155, C.4)"
     )
     value_warmup_steps: int = Field(default=0, ge=0, description="train steps in which only the critic learns")
 
@@ -481,8 +480,7 @@ def resolve(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
 def _recipe_values(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
         near = sorted(str(path) for path in recipe.parent.glob("*.toml")) if recipe.parent.is_dir() else []
-        hint = _nearest(str(recipe), near)
-        raise UserError(f"there is no recipe {recipe}{f'; did you mean {hint}?' if hint else ''}")
+        raise UserError(f"there is no recipe {recipe}{did_you_mean(*nearest(str(recipe), near))}")
     try:
         tables = tomllib.loads(recipe.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -492,7 +490,7 @@ def _recipe_values(recipe: Path) -> dict[str, Any]:
         if not isinstance(table, dict):
             raise UserError(f"{recipe}: {section!r} stands outside a section; {_suggestion(section)}")
         if not table and section not in Config.model_fields:
-            near = _nearest(section, list(Config.model_fields), cutoff=0.0)
+            (near,) = nearest(section, Config.model_fields, cutoff=0.0)
             raise UserError(f"{recipe}: unknown section [{section}]; the nearest valid section is [{near}]")
         for name, value in table.items():
             key = f"{section}.{name.replace('-', '_')}"
@@ -535,17 +533,12 @@ def _full_key(flag: str) -> str:
 
 
 def _suggestion(key: str) -> str:
-    return f"the nearest valid key is {_nearest(key, KEYS) or _nearest_last_word(key)}"
-
-
-def _nearest_last_word(key: str) -> str:
-    last = key.rsplit(".", 1)[-1]
-    return max(KEYS, key=lambda known: difflib.SequenceMatcher(None, last, known.split(".")[1]).ratio())
-
-
-def _nearest(word: str, choices: Sequence[str], cutoff: float = 0.75) -> str | None:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)
-    return close[0] if close else None
+    """By the whole key where one is much like it, else by its last word alone."""
+    near = nearest(key, KEYS, cutoff=0.75)
+    if not near:
+        by_last_word = {known.split(".")[1]: known for known in reversed(KEYS)}
+        near = [by_last_word[word] for word in nearest(key.rsplit(".", 1)[-1], by_last_word, cutoff=0.0)]
+    return f"the nearest valid key is {near[0]}"
 
 
 def _dashed(key: str) -> str:

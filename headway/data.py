@@ -7,7 +7,6 @@ resumed run needs no more of this module than the numbers of the groups that are
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Data, Evaluate
-from headway.types import Prompt, UserError
+from headway.types import Prompt, UserError, did_you_mean, nearest
 
 DEFAULT_SIZE = 10_000
 """Prompts that a generator makes when data.size is not set (fewer where it has fewer different ones)."""
@@ -61,7 +60,8 @@ def _is_file(settings: Data) -> bool:
     if source == "addition" or source.startswith(GYM_PREFIX):
         return False
     if not source.endswith(".jsonl"):
-        hint = _did_you_mean(source, ["addition", f"{GYM_PREFIX}TASK", *map(str, Path().glob("*.jsonl"))])
+        choices = ["addition", f"{GYM_PREFIX}TASK", *map(str, Path().glob("*.jsonl"))]
+        hint = did_you_mean(*nearest(source, choices, num=3))
         raise UserError(f"data.source = {source!r} is no source{hint}; choose {SOURCES}")
     if settings.params:
         raise UserError(f"data.params are for task generators, but data.source is the file {source}; leave params out")
@@ -91,11 +91,6 @@ def _derived_seed(seed: int, purpose: str) -> int:
     return int(_hash(seed, purpose)[:8], 16) >> 1
 
 
-def _did_you_mean(word: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,7 +114,7 @@ def _addition_range(params: Mapping[str, Any]) -> tuple[int, int]:
     """The smallest and the largest summand: `min` and `max` (0 to 99 unless given), or all numbers of `digits`."""
     for name, value in params.items():
         if name not in ("min", "max", "digits"):
-            hint = _did_you_mean(name, ["min", "max", "digits"])
+            hint = did_you_mean(*nearest(name, ["min", "max", "digits"], num=3))
             raise UserError(f"data.params: addition has no parameter {name!r}{hint or '; it has min, max and digits'}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise UserError(f"data.params: {name} = {value!r} must be a whole number, 0 or more")
@@ -185,7 +180,8 @@ def _distinct_entries(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
 def _check_gym_task(task: str, params: Mapping[str, Any]) -> None:
     tasks = _gym_module("reasoning_gym.factory").DATASETS
     if task not in tasks:
-        hint = _did_you_mean(task, tasks) or f"; there are {len(tasks)}, from {min(tasks)} to {max(tasks)}"
+        near = nearest(task, tasks, num=3)
+        hint = did_you_mean(*near) or f"; there are {len(tasks)}, from {min(tasks)} to {max(tasks)}"
         raise UserError(f"reasoning_gym has no task {task!r}{hint}")
     own = {"size": "data.size", "seed": "run.seed"}
     known = sorted({field.name for field in dataclasses.fields(tasks[task][1])} - set(own))
@@ -193,7 +189,7 @@ def _check_gym_task(task: str, params: Mapping[str, Any]) -> None:
         if name in own:
             raise UserError(f"data.params: {name} is not set here; set {own[name]}")
         if name not in known:
-            hint = _did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            hint = did_you_mean(*nearest(name, known, num=3)) or f"; it has {', '.join(known)}"
             raise UserError(f"data.params: reasoning_gym:{task} has no parameter {name!r}{hint}")
 
 
@@ -246,8 +242,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line number (from 1) and object of every line that is not blank."""
     if not path.is_file():
         folder = path.parent
-        near = sorted(str(other) for other in folder.glob("*.jsonl")) if folder.is_dir() else []
-        hint = _did_you_mean(str(path), near) or (f"; {folder}/ has {', '.join(near[:3])}" if near else "")
+        beside = sorted(str(other) for other in folder.glob("*.jsonl")) if folder.is_dir() else []
+        near = nearest(str(path), beside, num=3)
+        hint = did_you_mean(*near) or (f"; {folder}/ has {', '.join(beside[:3])}" if beside else "")
         raise UserError(f"there is no file {path}{hint}")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

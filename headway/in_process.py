@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,49 +92,30 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     say("loading the model")
     tokenizer = load_tokenizer(config.model.path)
     trainer_policy = load_policy(config.model.path, config.model.device, config.adapter, config.run.seed)
-
-    def render(prompts: Sequence[Prompt], max_new_tokens: int) -> list[Prompt]:
-        return render_prompts(
-            prompts,
-            tokenizer,
-            chat=config.data.chat,
-            system=config.data.system,
-            context_tokens=trainer_policy.context_tokens,
-            max_new_tokens=max_new_tokens,
-        )
-
-    answer_tokens = config.generate.max_new_tokens
-    evaluation_tokens = config.evaluate.max_new_tokens or answer_tokens
-    training, held_out = render(split.training, answer_tokens), render(split.held_out, evaluation_tokens)
+    sampling, evaluation = _samplings(config, tokenizer)
+    render = partial(
+        render_prompts,
+        tokenizer=tokenizer,
+        chat=config.data.chat,
+        system=config.data.system,
+        context_tokens=trainer_policy.context_tokens,
+    )
+    training = render(split.training, max_new_tokens=sampling.max_new_tokens)
+    held_out = render(split.held_out, max_new_tokens=evaluation.max_new_tokens)
     source = PromptSource(training, seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs)
     engine_cores, trainer_cores = _claims(config)
     reference = _frozen_reference(objective, trainer_policy)
     reference_hash = fingerprint(reference.weights()) if reference else None
-    trainer = LocalTrainer(
-        trainer_policy,
-        config.train,
-        temperature=config.generate.temperature,
-        num_steps=_num_updates(config, config.run.steps - config.critic.value_warmup_steps),
-        cores=trainer_cores,
-        reference=reference,
-    )
+    trainer = _trainer(config, trainer_policy, reference, trainer_cores)
     critic = _critic(config, objective, trainer_cores)
     if checkpoint:
         _check_resume(source, config, reference_hash, checkpoint)
         trainer.load(checkpoint.folder)
         if critic:
             critic.load(checkpoint.folder)
-    engine_policy = copy.deepcopy(trainer_policy)  # the same base, adapter and frame, in storage of its own
-    _check_stop_strings(config.generate.stop, tokenizer)
-    sampling = Sampling(
-        max_new_tokens=answer_tokens,
-        temperature=config.generate.temperature,
-        end_ids=end_ids(tokenizer, config.generate.end_tokens),
-        stop=config.generate.stop,
-    )
     return Parts(
         config=config,
-        engine_policy=engine_policy,
+        engine_policy=copy.deepcopy(trainer_policy),  # the same base, adapter and frame, in storage of its own
         engine_cores=engine_cores,
         trainer_policy=trainer_policy,
         trainer=trainer,
@@ -146,9 +128,22 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         scorer=make_scorer(config.score, training + held_out),  # last: it starts processes
         objective=objective,
         sampling=sampling,
-        evaluation=replace(sampling, max_new_tokens=evaluation_tokens, temperature=0.0),
+        evaluation=evaluation,
         version=checkpoint.progress["version"] if checkpoint else 0,
     )
+
+
+def _samplings(config: Config, tokenizer: Any) -> tuple[Sampling, Sampling]:
+    """How training rollouts are sampled, and how held-out prompts are answered."""
+    _check_stop_strings(config.generate.stop, tokenizer)
+    sampling = Sampling(
+        max_new_tokens=config.generate.max_new_tokens,
+        temperature=config.generate.temperature,
+        end_ids=end_ids(tokenizer, config.generate.end_tokens),
+        stop=config.generate.stop,
+    )
+    evaluation_tokens = config.evaluate.max_new_tokens or sampling.max_new_tokens
+    return sampling, replace(sampling, max_new_tokens=evaluation_tokens, temperature=0.0)
 
 
 def _check_stop_strings(stop: Sequence[str], tokenizer: Any) -> None:
@@ -176,20 +171,33 @@ def _frozen_reference(objective: Objective, policy: Policy) -> Policy | None:
     return reference
 
 
+def _trainer(config: Config, policy: Policy, reference: Policy | None, cores: Cores) -> LocalTrainer:
+    return LocalTrainer(
+        policy,
+        config.train,
+        temperature=config.generate.temperature,
+        num_steps=_num_updates(config, config.run.steps - config.critic.value_warmup_steps),
+        cores=cores,
+        reference=reference,
+    )
+
+
 def _critic(config: Config, objective: Objective, cores: Cores) -> LocalCritic | None:
     """A full copy of the base as value function, where the policy trains an adapter only, too."""
     if not objective.needs_critic:
-        if config.critic.value_warmup_steps:
-            raise UserError(
-                f"critic.value_warmup_steps is {config.critic.value_warmup_steps}, and the objective {objective.name} "
-                "has no critic: leave it out, or set objective.name to ppo"
-            )
+        unused = {"value_learning_rate": None, "value_warmup_steps": 0}
+        for name, value in config.critic:
+            if value != unused[name]:
+                raise UserError(
+                    f"critic.{name} is {value}, and the objective {objective.name} has no critic: leave it out, or set "
+                    "objective.name to ppo"
+                )
         return None
     assert config.model.path is not None
     return LocalCritic(
         ValueModel(load_policy(config.model.path, config.model.device)),
         config.train,
-        learning_rate=config.critic.value_learning_rate,
+        learning_rate=1e-5 if config.critic.value_learning_rate is None else config.critic.value_learning_rate,
         num_steps=_num_updates(config, config.run.steps),
         cores=cores,
     )
@@ -281,20 +289,20 @@ class InProcessStages:
 
     def _prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int, canaries: Sequence[Rollout]) -> Batch:
         parts, config = self._parts, self._parts.config
-        budget = config.prepare.micro_batch_tokens
+        micro_batch_tokens = config.prepare.micro_batch_tokens
         with parts.trainer_cores.busy():
             batch = prepare_batch(
                 parts.objective,
                 groups,
                 version=version,
-                micro_batch_tokens=budget,
+                micro_batch_tokens=micro_batch_tokens,
                 budget_tokens=config.generate.max_new_tokens,
                 optimizer_steps=config.train.optimizer_steps,
                 passes=config.train.passes,
                 trainer=parts.trainer,
                 critic=parts.critic,
             )
-            numerics = canary_metrics(parts.trainer, canaries, version=version, micro_batch_tokens=budget)
+            numerics = canary_metrics(parts.trainer, canaries, version=version, micro_batch_tokens=micro_batch_tokens)
         return replace(batch, metrics={**batch.metrics, **numerics})
 
     async def train(self, batch: Batch) -> Trained:

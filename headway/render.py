@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from headway.types import Prompt, UserError
+from headway.types import Prompt, UserError, nearest
 
 
 class Tokenizer(Protocol):
@@ -135,5 +134,5 @@ def _token_id(word: str, tokenizer: Tokenizer, vocabulary: Mapping[str, int]) ->
 
 def _nearest_tokens(word: str, tokenizer: Tokenizer) -> str:
     special = [str(token) for token in tokenizer.all_special_tokens]
-    near = difflib.get_close_matches(word, special, n=3, cutoff=0.4) or special[:8]
+    near = nearest(word, special, num=3, cutoff=0.4) or special[:8]
     return f"; special tokens are {', '.join(near)}" if near else ""

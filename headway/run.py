@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway import clock
 from headway.checkpoint import Checkpoint, newest_checkpoint
@@ -33,6 +33,9 @@ from headway.simulate.workload import make_lengths
 from headway.stages import Stages
 from headway.trace import Event, Trace
 from headway.types import UserError
+
+if TYPE_CHECKING:
+    from headway.in_process import Parts
 
 
 async def drive(
@@ -108,12 +111,9 @@ def named_objective(config: Config) -> Objective:
     """
     values = config.objective.model_dump(exclude={"name", "corrections"})
     try:
-        chosen = objective(config.objective.name, corrections=config.objective.corrections, **values)
+        return objective(config.objective.name, corrections=config.objective.corrections, **values)
     except ValueError as error:
         raise UserError(f"objective: {error}") from None
-    if chosen.length is not None and all(term.reduction != "constant" for term in chosen.terms):
-        raise UserError(f"objective.length does nothing in {chosen.name}: only the reduction constant divides by it")
-    return chosen
 
 
 def chosen_objective(config: Config) -> Objective:
@@ -158,12 +158,13 @@ def simulate(config: Config) -> list[Event]:
 
 
 def train(
-    resolved: Resolved, path: Path, *, resume: bool = False, change: Callable[[Any], Any] = lambda parts: parts
+    resolved: Resolved, path: Path, *, resume: bool = False, change: Callable[[Parts], Parts] = lambda parts: parts
 ) -> None:
-    """A real run in this process, kept in the folder `path`. resume: go on from the newest checkpoint there; change: a
-    last word on the run's parts (`in_process.Parts`), for experiments.
+    """A real run in this process, kept in the folder `path`.
 
-    Whatever is wrong with the configuration, the model, the prompts or the scorer is said before the folder is made.
+    resume: go on from the newest checkpoint there; change: a last word on the run's parts, for experiments. Raises
+    UserError for whatever is wrong with the configuration, the model, the prompts or the scorer, before the folder is
+    made.
     """
     chosen = chosen_objective(resolved.config)
     checkpoint = newest_checkpoint(path / CHECKPOINTS) if resume else None
@@ -192,7 +193,7 @@ def what_is_left(path: Path) -> str:
 
 
 async def _train(
-    resolved: Resolved, parts: Any, folder: RunFolder, checkpoint: Checkpoint | None, progress_line: ProgressLine
+    resolved: Resolved, parts: Parts, folder: RunFolder, checkpoint: Checkpoint | None, progress_line: ProgressLine
 ) -> None:
     if checkpoint is None or "command line" in resolved.origins.values():
         folder.write_config(resolved)
@@ -215,7 +216,7 @@ async def _train(
         await stages.export(folder.model)
 
 
-def _pass_rates(parts: Any) -> PassRates | None:
+def _pass_rates(parts: Parts) -> PassRates | None:
     if parts.objective.retire_above is None:
         return None
     return PassRates(lambda group: parts.source.at(group)[0].uid, len(parts.source), parts.objective.retire_above)

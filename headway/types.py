@@ -7,7 +7,8 @@ said of it; a `Receipt` is all the scheduler may know of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +21,24 @@ Outcome = Literal["scored", "grader_error", "grader_timeout"]
 
 class UserError(ValueError):
     """Something the user can mend. The message is one line: what was wrong, where, and the nearest valid choice."""
+
+
+def nearest(word: str, choices: Iterable[str], *, num: int = 1, cutoff: float = 0.5) -> list[str]:
+    """The choices most like `word`, at most `num` of them; none that is less like it than `cutoff`, from 0 to 1.
+
+    >>> nearest("run_ahed", ["run_ahead", "max_lag"])
+    ['run_ahead']
+    """
+    return difflib.get_close_matches(word, list(choices), n=num, cutoff=cutoff)
+
+
+def did_you_mean(*choices: object) -> str:
+    """The end of a `UserError`'s message; nothing without a choice.
+
+    >>> did_you_mean("addition", "subtraction"), did_you_mean()
+    ('; did you mean addition or subtraction?', '')
+    """
+    return f"; did you mean {' or '.join(map(str, choices))}?" if choices else ""
 
 
 @dataclass(frozen=True, slots=True)

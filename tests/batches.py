@@ -60,6 +60,19 @@ def prepared(by: Objective, groups: Sequence[Sequence[ScoredRollout]], *, budget
     return prepare_batch(by, groups, micro_batch_tokens=budget, **options)
 
 
+def data_of(batch: Batch) -> tuple[int, int, int]:
+    """How many tokens are data, and of how many rollouts and groups."""
+    data = [
+        (rollout, group)
+        for micro in batch.micro_batches
+        for rollout, group, is_data in zip(
+            micro.tokens.rollout_N.tolist(), micro.tokens.group_N.tolist(), micro.tokens.mask_N.tolist(), strict=True
+        )
+        if is_data
+    ]
+    return len(data), len({rollout for rollout, _ in data}), len({group for _, group in data})
+
+
 def make_trainer(
     policy: Policy, *, temperature: float = 1.0, num_steps: int = 10, with_reference: bool = False, **settings: Any
 ) -> LocalTrainer:

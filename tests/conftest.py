@@ -1,4 +1,4 @@
-"""Fixtures of every folder: tiny policies and a tiny model folder."""
+"""Fixtures of every folder: tiny policies, a tiny model folder, a folder to start runs in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.models.policy import Policy
-from tests import tiny
+from tests import runs, tiny
 
 torch.set_num_threads(1)  # tiny products only lose by sharing them out
 
@@ -28,3 +28,11 @@ def qwen3() -> Policy:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder, not to be changed: a random Llama with tied embeddings, a tokenizer of characters."""
     return tiny.write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a grader in it."""
+    (tmp_path / "grader.py").write_text(runs.GRADER)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

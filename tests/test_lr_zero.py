@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from headway import clock, config, run
 from headway.in_process import InProcessStages, Parts, compose
 from headway.models.weights import fingerprint
+from headway.objectives.named import PRESETS
+from headway.objectives.parts import KL_ESTIMATORS, Objective, ReferenceKL
 from headway.reports.folder import RunFolder
 from headway.trace import Event, Trace
 from headway.types import Prompt, Score
@@ -34,8 +37,8 @@ class LengthScorer:
     async def close(self) -> None: ...
 
 
-def configuration(folder: Path, run_ahead: float) -> config.Config:
-    values = {
+def configuration(folder: Path, run_ahead: float, **more: object) -> config.Config:
+    values: dict[str, object] = {
         "model.path": folder,
         "model.device": "cpu",
         "data.source": "addition",
@@ -51,6 +54,7 @@ def configuration(folder: Path, run_ahead: float) -> config.Config:
         "schedule.batch_size": 8,
         "schedule.group_size": 4,
         "schedule.run_ahead": run_ahead,
+        **{name.replace("__", "."): value for name, value in more.items()},
     }
     words = [f"--{name}={value}" for name, value in values.items()]
     return config.resolve(None, words).config
@@ -70,10 +74,17 @@ def hashes_after_each_sync(stages: InProcessStages, parts: Parts) -> list[tuple[
     return hashes
 
 
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
-    model_folder = tiny.write_model_folder(tmp_path / "model", attention_dropout=0.1)
-    settings = configuration(model_folder, run_ahead)
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A run that is over. start: hash of the trainer's weights before it; hashes: after each sync, on both sides."""
+
+    parts: Parts
+    start: str
+    hashes: list[tuple[str, str]]
+    metrics: list[dict[str, Any]]
+
+
+def play(tmp_path: Path, settings: config.Config) -> Played:
     parts = compose(settings, run.chosen_objective(settings), None, lambda what: None)
     asyncio.run(parts.scorer.close())
     parts = dataclasses.replace(parts, scorer=LengthScorer())
@@ -89,9 +100,25 @@ def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
         return hashes
 
     hashes = clock.run(program())
-    metrics = [event["metrics"] for event in events if event.kind == "trained"]
-    assert parts.engine_policy.model.config.attention_dropout == 0.1
-    assert len(metrics) == len(hashes) == ROUNDS
+    return Played(parts, start, hashes, [event["metrics"] for event in events if event.kind == "trained"])
+
+
+def demanded(preset: Objective) -> dict[str, object]:
+    """What data of lag 1 demand of an objective beside its own values."""
+    settings: dict[str, object] = {} if preset.corrects_behaviour else {"objective__corrections": "tis"}
+    for term in preset.terms:
+        if isinstance(term.loss, ReferenceKL) and not KL_ESTIMATORS[term.loss.estimator].corrected:
+            settings["objective__kl_estimator"] = f"{term.loss.estimator}_corrected"
+    return settings
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
+    model_folder = tiny.write_model_folder(tmp_path / "model", attention_dropout=0.1)
+    played = play(tmp_path, configuration(model_folder, run_ahead))
+    metrics = played.metrics
+    assert played.parts.engine_policy.model.config.attention_dropout == 0.1
+    assert len(metrics) == len(played.hashes) == ROUNDS
     for figures in metrics:
         assert figures["ratio_min"] == pytest.approx(1.0, abs=1e-5)
         assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
@@ -103,6 +130,40 @@ def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
         assert abs(figures["canary_kl_k1"]) < 1e-6
         assert figures["canary_max_abs_log_ratio"] < 1e-5
         assert figures["grad_norm"] > 0
-    assert set(hashes) == {(start, start)}
+    assert set(played.hashes) == {(played.start, played.start)}
     if run_ahead:
         assert any(name.startswith("tokens/lag_") and name != "tokens/lag_0" for figures in metrics for name in figures)
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+@pytest.mark.parametrize("name", PRESETS)
+def test_with_every_objective_the_loss_is_defined_and_nothing_moves(tmp_path: Path, name: str, optimizer_steps: int):
+    """Stale by version, and yet all ratios are 1: no weight is cut, no clip acts, the reference is where it was."""
+    settings = {"run__steps": 2, "train__optimizer_steps": optimizer_steps, **demanded(PRESETS[name])}
+    if PRESETS[name].needs_critic:
+        settings["critic__value_learning_rate"] = 0.0
+    model_folder = tiny.write_model_folder(tmp_path / "model")
+    played = play(tmp_path, configuration(model_folder, 1, objective__name=name, **settings))
+    assert set(played.hashes) == {(played.start, played.start)}
+    assert len(played.metrics) == 2
+    for figures in played.metrics:
+        assert math.isfinite(figures["loss"])
+        assert figures["grad_norm"] > 0
+        assert figures["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert figures["mismatch_kl_k3"] < 1e-8
+        acted = {key: value for key, value in figures.items() if key.startswith("acted_share/")}
+        assert set(acted.values()) <= {0.0}, acted
+        assert abs(figures.get("reference_kl_k3", 0.0)) < 1e-8
+
+
+@pytest.mark.parametrize("kind", ["lora", "tinylora"])
+def test_with_an_adapter_neither_it_nor_the_base_moves(tmp_path: Path, kind: str):
+    """Weight decay is off and the rate is 0; the reference is the adapter switched off."""
+    model_folder = tiny.write_model_folder(tmp_path / "model")
+    settings = {"adapter__kind": kind, "objective__name": "grpo", **demanded(PRESETS["grpo"])}
+    played = play(tmp_path, configuration(model_folder, 1, run__steps=3, **settings))
+    assert set(played.hashes) == {(played.start, played.start)}
+    for figures in played.metrics:
+        assert figures["grad_norm"] > 0
+        assert abs(figures["reference_kl_k3"]) < 1e-8
+        assert figures["sync_bytes"] == 4 * figures["trainable_parameters"]

@@ -27,42 +27,7 @@ from headway.models.policy import load_policy, load_tokenizer
 from headway.models.weights import fingerprint
 from headway.reports.folder import choose_folder
 from headway.types import UserError
-
-GRADER = """
-def digits(text, prompt):
-    return sum(character.isdigit() for character in text) / 8
-
-def broken(text, prompt):
-    raise ValueError("no such thing as a grade")
-"""
-
-
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a grader in it."""
-    (tmp_path / "grader.py").write_text(GRADER)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def resolved(model_folder: Path, **settings: Any) -> Resolved:
-    values = {
-        "model.path": model_folder,
-        "model.device": "cpu",
-        "data.source": "addition",
-        "data.size": 12,
-        "run.steps": 4,
-        "score.scorer": "grader:digits",
-        "generate.max_new_tokens": 8,
-        "generate.lanes": 8,
-        "run.threads": 1,
-        "train.learning_rate": 1e-3,
-        "schedule.batch_size": 4,
-        "schedule.group_size": 2,
-        "checkpoint.every": 2,
-        **{name.replace("__", "."): value for name, value in settings.items()},
-    }
-    return config.resolve(None, [f"--{name}={value}" for name, value in values.items()])
+from tests.runs import resolved
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -72,8 +37,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 # ---- what a run leaves
 
 
-def test_a_run_leaves_its_whole_folder(workplace: Path, model_folder: Path):
-    out = workplace / "run"
+def test_a_run_leaves_its_whole_folder(working_folder: Path, model_folder: Path):
+    out = working_folder / "run"
     run.train(resolved(model_folder, evaluate__size=4, evaluate__every=2, report__rollouts_per_step=3), out)
     left = {path.name for path in out.iterdir()}
     assert left >= {
@@ -127,16 +92,16 @@ def check_model(out: Path, model_folder: Path) -> None:
         assert answer == row["text"]
 
 
-def test_a_folder_that_holds_a_run_is_refused(workplace: Path, model_folder: Path):
-    settings = resolved(model_folder, run__steps=1, run__out=workplace / "run")
+def test_a_folder_that_holds_a_run_is_refused(working_folder: Path, model_folder: Path):
+    settings = resolved(model_folder, run__steps=1, run__out=working_folder / "run")
     run.train(settings, choose_folder(settings.config.run))
-    with pytest.raises(UserError, match=f"{workplace}/run already holds a run"):
+    with pytest.raises(UserError, match=f"{working_folder}/run already holds a run"):
         choose_folder(settings.config.run)
 
 
-def test_the_last_batch_of_the_data_may_be_short(workplace: Path, model_folder: Path):
+def test_the_last_batch_of_the_data_may_be_short(working_folder: Path, model_folder: Path):
     """5 prompts, 2 in a batch: three steps, the last of them with one prompt's answers."""
-    out = workplace / "run"
+    out = working_folder / "run"
     run.train(resolved(model_folder, data__size=5, data__epochs=1, run__steps=99), out)
     steps = rows(out / "metrics.jsonl")
     assert [row["num_rollouts"] for row in steps] == [4, 4, 2]
@@ -183,11 +148,11 @@ def killed_and_resumed(settings: Resolved, out: Path, watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2.5])
-def test_a_killed_run_trains_every_prompt_once(workplace: Path, model_folder: Path, monkeypatch, run_ahead: float):
+def test_a_killed_run_trains_every_prompt_once(working_folder: Path, model_folder: Path, monkeypatch, run_ahead: float):
     """Killed in its fourth step, after the checkpoint of the second."""
     watched = Watched(monkeypatch, kill_at=3)
     settings = resolved(model_folder, schedule__run_ahead=run_ahead, **DRAINED)
-    killed_and_resumed(settings, workplace / "run", watched)
+    killed_and_resumed(settings, working_folder / "run", watched)
     assert sorted(watched.batches) == [0, 1, 2, 3, 4, 5]
     trained = watched.trained()
     assert set(trained.values()) == {1}
@@ -195,14 +160,14 @@ def test_a_killed_run_trains_every_prompt_once(workplace: Path, model_folder: Pa
     assert {member for _, member in trained} == {0, 1}
 
 
-def test_a_resumed_synchronous_run_is_the_uninterrupted_one(workplace: Path, model_folder: Path, monkeypatch):
+def test_a_resumed_synchronous_run_is_the_uninterrupted_one(working_folder: Path, model_folder: Path, monkeypatch):
     settings = resolved(model_folder, schedule__run_ahead=0, **DRAINED)
     whole = Watched(monkeypatch)
-    run.train(settings, workplace / "whole")
+    run.train(settings, working_folder / "whole")
     monkeypatch.undo()
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(working_folder)
     parts = Watched(monkeypatch, kill_at=3)
-    killed_and_resumed(settings, workplace / "parts", parts)
+    killed_and_resumed(settings, working_folder / "parts", parts)
     for version in range(6):
         ours, theirs = parts.batches[version].rollouts, whole.batches[version].rollouts
         assert [(r.prompt.uid, r.member, r.tokens, r.versions) for r in ours] == [
@@ -210,40 +175,40 @@ def test_a_resumed_synchronous_run_is_the_uninterrupted_one(workplace: Path, mod
         ]
         for one, other in zip(ours, theirs, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    one, other = (load_policy(str(workplace / name / "model"), "cpu").weights() for name in ("whole", "parts"))
+    one, other = (load_policy(str(working_folder / name / "model"), "cpu").weights() for name in ("whole", "parts"))
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-3
 
 
-def test_a_resumed_run_samples_from_the_restored_weights(workplace: Path, model_folder: Path, monkeypatch):
+def test_a_resumed_run_samples_from_the_restored_weights(working_folder: Path, model_folder: Path, monkeypatch):
     """Its engine is loaded from the base model: were it not brought up to date, the first ratios would say so."""
     watched = Watched(monkeypatch, kill_at=3)
     settings = resolved(model_folder, schedule__run_ahead=0, train__learning_rate=0.02, **DRAINED)
-    killed_and_resumed(settings, workplace / "run", watched)
-    steps = [row for row in rows(workplace / "run" / "metrics.jsonl") if "loss" in row]
+    killed_and_resumed(settings, working_folder / "run", watched)
+    steps = [row for row in rows(working_folder / "run" / "metrics.jsonl") if "loss" in row]
     assert [row["version"] for row in steps] == [1, 2, 3, 3, 4, 5, 6]
     assert max(row["mismatch_kl_k3"] for row in steps) < 1e-9
     assert {version for r in watched.batches[2].rollouts for version in r.versions} == {2}
 
 
-def test_a_resume_with_other_prompts_is_refused(workplace: Path, model_folder: Path):
-    out = workplace / "run"
+def test_a_resume_with_other_prompts_is_refused(working_folder: Path, model_folder: Path):
+    out = working_folder / "run"
     run.train(resolved(model_folder), out)
     with pytest.raises(UserError, match="resume with the same data and seed"):
         run.train(resolved(model_folder, data__size=11), out, resume=True)
 
 
-def test_a_resume_without_a_checkpoint_is_refused(workplace: Path, model_folder: Path):
+def test_a_resume_without_a_checkpoint_is_refused(working_folder: Path, model_folder: Path):
     with pytest.raises(UserError, match="there is no checkpoint"):
-        run.train(resolved(model_folder), workplace / "run", resume=True)
+        run.train(resolved(model_folder), working_folder / "run", resume=True)
 
 
 # ---- adapters
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_a_run_with_lora_leaves_an_adapter_or_a_merged_model(workplace: Path, model_folder: Path, merge: bool):
+def test_a_run_with_lora_leaves_an_adapter_or_a_merged_model(working_folder: Path, model_folder: Path, merge: bool):
     """Its reward rises, and `peft` or `transformers` gives the greedy answers of its last evaluation."""
-    out = workplace / "run"
+    out = working_folder / "run"
     settings = resolved(
         model_folder,
         adapter__kind="lora",
@@ -279,33 +244,37 @@ def test_a_run_with_lora_leaves_an_adapter_or_a_merged_model(workplace: Path, mo
 
 
 @pytest.mark.parametrize("kind", ["lora", "tinylora"])
-def test_a_resumed_run_with_an_adapter_is_the_uninterrupted_one(workplace: Path, model_folder: Path, monkeypatch, kind):
+def test_a_resumed_run_with_an_adapter_is_the_uninterrupted_one(
+    working_folder: Path, model_folder: Path, monkeypatch, kind
+):
     """Its checkpoints hold the adapter and no base."""
     settings = resolved(model_folder, adapter__kind=kind, schedule__run_ahead=0, train__learning_rate=0.02, **DRAINED)
-    run.train(settings, workplace / "whole")
-    killed_and_resumed(settings, workplace / "parts", Watched(monkeypatch, kill_at=3))
-    one, other = (load_file(workplace / name / "model" / "adapter_model.safetensors") for name in ("whole", "parts"))
+    run.train(settings, working_folder / "whole")
+    killed_and_resumed(settings, working_folder / "parts", Watched(monkeypatch, kill_at=3))
+    one, other = (
+        load_file(working_folder / name / "model" / "adapter_model.safetensors") for name in ("whole", "parts")
+    )
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], atol=1e-3, rtol=0)
-    steps = [row for row in rows(workplace / "parts" / "metrics.jsonl") if "loss" in row]
+    steps = [row for row in rows(working_folder / "parts" / "metrics.jsonl") if "loss" in row]
     assert max(row["mismatch_kl_k3"] for row in steps) < 1e-9
-    kept = torch.load(workplace / "parts" / "checkpoints" / "version-00000006" / "trainer.pt")
+    kept = torch.load(working_folder / "parts" / "checkpoints" / "version-00000006" / "trainer.pt")
     assert all(".lora_" in name or ".tinylora_v." in name for name in kept["weights"])
     assert len(kept["weights"]) == len(kept["optimizer"]["state"])
 
 
-def test_a_run_that_goes_on_from_an_adapter(workplace: Path, model_folder: Path):
-    run.train(resolved(model_folder, adapter__kind="lora", adapter__rank=3, run__steps=2), workplace / "first")
-    settings = resolved(model_folder, adapter__kind="lora", adapter__start=workplace / "first", run__steps=2)
-    with pytest.raises(UserError, match=f"no adapter folder: .* did you mean {workplace}/first/model"):
-        run.train(settings, workplace / "second")
-    settings = resolved(model_folder, adapter__kind="lora", adapter__start=workplace / "first/model", run__steps=2)
-    run.train(settings, workplace / "second")
-    assert json.loads((workplace / "second/model/adapter_config.json").read_text())["r"] == 3
+def test_a_run_that_goes_on_from_an_adapter(working_folder: Path, model_folder: Path):
+    run.train(resolved(model_folder, adapter__kind="lora", adapter__rank=3, run__steps=2), working_folder / "first")
+    settings = resolved(model_folder, adapter__kind="lora", adapter__start=working_folder / "first", run__steps=2)
+    with pytest.raises(UserError, match=f"no adapter folder: .* did you mean {working_folder}/first/model"):
+        run.train(settings, working_folder / "second")
+    settings = resolved(model_folder, adapter__kind="lora", adapter__start=working_folder / "first/model", run__steps=2)
+    run.train(settings, working_folder / "second")
+    assert json.loads((working_folder / "second/model/adapter_config.json").read_text())["r"] == 3
 
 
-def test_engine_and_trainer_have_one_adapter_in_storage_of_their_own(workplace: Path, model_folder: Path):
+def test_engine_and_trainer_have_one_adapter_in_storage_of_their_own(working_folder: Path, model_folder: Path):
     settings = resolved(model_folder, adapter__kind="tinylora").config
     parts = headway.in_process.compose(settings, run.chosen_objective(settings), None, lambda what: None)
     asyncio.run(parts.scorer.close())
@@ -339,16 +308,16 @@ def assert_nothing_is_left(processes: Sequence[subprocess.Popen[bytes]]) -> None
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)] == []
 
 
-def test_nothing_is_left_of_a_run_that_ended_well(workplace: Path, model_folder: Path, processes):
-    run.train(resolved(model_folder), workplace / "run")
+def test_nothing_is_left_of_a_run_that_ended_well(working_folder: Path, model_folder: Path, processes):
+    run.train(resolved(model_folder), working_folder / "run")
     assert len(processes) == 1
     assert_nothing_is_left(processes)
 
 
-def test_a_scorer_that_raises_ends_the_run_at_once_in_a_line(workplace: Path, model_folder: Path, processes):
+def test_a_scorer_that_raises_ends_the_run_at_once_in_a_line(working_folder: Path, model_folder: Path, processes):
     began_s = time.monotonic()
     with pytest.raises(UserError) as caught:
-        run.train(resolved(model_folder, score__scorer="grader:broken", run__steps=1000), workplace / "run")
+        run.train(resolved(model_folder, score__scorer="grader:broken", run__steps=1000), working_folder / "run")
     assert "the grader grader:broken failed on prompt addition-" in str(caught.value)
     assert "ValueError: no such thing as a grade" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -359,7 +328,7 @@ def test_a_scorer_that_raises_ends_the_run_at_once_in_a_line(workplace: Path, mo
 
 @pytest.mark.parametrize("stage", ["generate", "prepare", "train", "save"])
 def test_a_stage_that_fails_ends_the_run_with_its_cause(
-    workplace: Path, model_folder: Path, processes, monkeypatch, stage
+    working_folder: Path, model_folder: Path, processes, monkeypatch, stage
 ):
     def fail(*arguments: Any, **options: Any) -> Any:
         raise OSError(f"no {stage} today")
@@ -372,19 +341,21 @@ def test_a_stage_that_fails_ends_the_run_with_its_cause(
     else:
         monkeypatch.setattr(headway.in_process, name, fail)
     with pytest.raises((OSError, RuntimeError), match=f"no {stage} today"):
-        run.train(resolved(model_folder, schedule__run_ahead=2), workplace / "run")
+        run.train(resolved(model_folder, schedule__run_ahead=2), working_folder / "run")
     assert_nothing_is_left(processes)
 
 
-def test_a_configuration_that_is_wrong_leaves_no_folder_and_no_process(workplace: Path, model_folder: Path, processes):
+def test_a_configuration_that_is_wrong_leaves_no_folder_and_no_process(
+    working_folder: Path, model_folder: Path, processes
+):
     for settings in (
         {"generate__end_tokens": "<nonsense>"},
-        {"model__path": workplace / "none"},
+        {"model__path": working_folder / "none"},
         {"score__scorer": "grader:nothing"},
         {"generate__max_new_tokens": 64},
         {"schedule__group_size": 1},
     ):
         with pytest.raises(UserError):
-            run.train(resolved(model_folder, **settings), workplace / "run")
-        assert not (workplace / "run").exists()
+            run.train(resolved(model_folder, **settings), working_folder / "run")
+        assert not (working_folder / "run").exists()
         assert_nothing_is_left(processes)

@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass
 
 from headway.data import PromptSource
-from headway.generate.episode import Sampling
-from headway.stages import Generator, Sample, SampleRequest
+from headway.generate.episode import Sampling, rollout_of
+from headway.stages import Generator, SampleRequest
 from headway.types import Rollout
 
 NUM_ROLLOUTS = 2
@@ -52,7 +52,7 @@ class Canaries:
     async def _sample(self, version: int, member: int, length: int) -> Rollout:
         prompt, epoch = self._source.at((version * NUM_ROLLOUTS + member) % len(self._source))
         sampling = self._settings.sampling
-        sample: Sample = await self._engine.sample(
+        sample = await self._engine.sample(
             SampleRequest(
                 prompt=prompt,
                 seed_key=(self._settings.seed, "canary", version, member),
@@ -63,17 +63,7 @@ class Canaries:
                 spare=True,
             )
         )
-        return Rollout(
-            prompt=prompt,
-            epoch=epoch,
-            member=member,
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            mask=(True,) * len(sample.tokens),
-            finish=sample.finish,
-            text=sample.text,
-        )
+        return rollout_of(prompt, epoch, member, sample)
 
     async def finished(self) -> list[Rollout]:
         """Those that were started last, once all of them have ended; each is given out once."""

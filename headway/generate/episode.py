@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.data import PromptSource
-from headway.stages import Generated, Generator, SampleRequest, Ticket
+from headway.stages import Generated, Generator, Sample, SampleRequest, Ticket
 from headway.types import Prompt, Receipt, Rollout
 
 
@@ -52,15 +52,20 @@ class Episodes:
                 stop=sampling.stop,
             )
         )
-        rollout = Rollout(
-            prompt=prompt,
-            epoch=epoch,
-            member=ticket.member,
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            mask=(True,) * len(sample.tokens),
-            finish=sample.finish,
-            text=sample.text,
-        )
+        rollout = rollout_of(prompt, epoch, ticket.member, sample)
         return Generated(rollout, Receipt(prompt.uid, len(prompt.tokens), rollout.version_runs, rollout.finish))
+
+
+def rollout_of(prompt: Prompt, epoch: int, member: int, sample: Sample) -> Rollout:
+    """A sampled answer as the rollout of its prompt; every token of it may be trained."""
+    return Rollout(
+        prompt=prompt,
+        epoch=epoch,
+        member=member,
+        tokens=sample.tokens,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        mask=(True,) * len(sample.tokens),
+        finish=sample.finish,
+        text=sample.text,
+    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headway.config import AdapterSettings
 from headway.models.weights import assign_weights
-from headway.types import UserError
+from headway.types import UserError, did_you_mean, nearest
 
 _NAME = "default"
 """What `peft` calls an adapter that needs no name; it stands in no file."""
@@ -224,7 +223,7 @@ def _checked_words(model: Any, layers: Mapping[str, torch.nn.Module], words: Seq
         named = [name for name, _ in model.named_modules() if _names(word, name)]
         if not named or any(name not in layers for name in named):
             why = "has no linear layer of that name but its LM head" if named else "has no layer of that name"
-            near = difflib.get_close_matches(word, known, n=1)
+            near = nearest(word, known)
             hint = f"the nearest is {near[0]}" if near else f"it has {', '.join(known)}"
             raise UserError(f"adapter.targets names {word}, and {type(model).__name__} {why}; {hint}")
     return words
@@ -295,7 +294,9 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG_FILE).is_file():
         if (folder / "config.json").is_file():
             raise UserError(f"adapter.start {folder} is a whole model, not an adapter: give it as model.path instead")
-        raise UserError(f"adapter.start {folder} is no adapter folder: it has no {CONFIG_FILE}{_nearest(folder)}")
+        raise UserError(
+            f"adapter.start {folder} is no adapter folder: it has no {CONFIG_FILE}{_nearest_adapter(folder)}"
+        )
     try:
         raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -305,15 +306,12 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _nearest(folder: Path) -> str:
+def _nearest_adapter(folder: Path) -> str:
     """A hint at an adapter folder inside this one (a run's), or beside it."""
-    inside = [folder / "model"]
-    beside = sorted(folder.parent.iterdir()) if folder.parent.is_dir() else []
-    adapters = [path for path in (*inside, *beside) if (path / CONFIG_FILE).is_file()]
-    if adapters and adapters[0] == inside[0]:
-        return f"; did you mean {inside[0]}?"
-    near = difflib.get_close_matches(folder.name, [path.name for path in adapters], n=1)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+    if (folder / "model" / CONFIG_FILE).is_file():
+        return did_you_mean(folder / "model")
+    beside = [path.parent.name for path in folder.parent.glob(f"*/{CONFIG_FILE}")]
+    return did_you_mean(*(folder.parent / name for name in nearest(folder.name, sorted(beside))))
 
 
 def _check_agreement(config: Any, folder: Path, settings: AdapterSettings) -> None:

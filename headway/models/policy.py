@@ -7,7 +7,6 @@ package, converted once into a cache folder), or a hub id. Nothing is taken from
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import importlib.util
 import json
@@ -33,7 +32,7 @@ from headway.models.adapters import Adapter
 from headway.models.attention import AttentionPlan, PackedAttention, Segment
 from headway.models.distribution import Head, logprobs
 from headway.models.weights import named_weights
-from headway.types import UserError
+from headway.types import UserError, did_you_mean, nearest
 
 transformers_logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
@@ -189,7 +188,7 @@ class _Witness:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The model folder's own tokenizer."""
+    """The model folder's own tokenizer. Raises UserError where there is none."""
     folder = locate(path)
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -240,7 +239,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def locate(path: str) -> str:
-    """A name as in model.path -> a local folder (or a hub id, passed on as it is)."""
+    """A name as in model.path -> a local folder (or a hub id, passed on as it is). Raises UserError for no model."""
     if path.startswith("package:"):
         return str(_converted(_package_file(path.removeprefix("package:"))))
     if path.endswith(".gguf"):
@@ -274,8 +273,7 @@ def _on_the_hub(path: str) -> str:
 
 def _nearest_folder(folder: Path) -> str:
     siblings = [child.name for child in folder.parent.iterdir() if child.is_dir()] if folder.parent.is_dir() else []
-    nearest = difflib.get_close_matches(folder.name, siblings, n=1)
-    return f"; did you mean {folder.parent / nearest[0]}?" if nearest else ""
+    return did_you_mean(*(folder.parent / name for name in nearest(folder.name, siblings)))
 
 
 def _package_file(package: str) -> Path:

@@ -6,13 +6,12 @@ the model's own structure and never changes in a hand-over.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping
 
 import torch
 
-from headway.types import UserError
+from headway.types import UserError, nearest
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -27,12 +26,13 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def assign_weights(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy `weights` into `own`, a receiver's own storage by name. Names and shapes must match exactly, both ways.
 
-    Everything is checked before anything is copied, so a refused hand-over leaves the model as it was.
+    Everything is checked before anything is copied, so a refused hand-over leaves the model as it was. Raises UserError
+    for the first name or shape that doesn't match.
     """
     for name in weights:
         if name not in own:
-            nearest = difflib.get_close_matches(name, own, n=1)
-            hint = f"; the nearest name it has is {nearest[0]}" if nearest else ""
+            near = nearest(name, own)
+            hint = f"; the nearest name it has is {near[0]}" if near else ""
             raise UserError(f"weight {name} was sent to a model that has none of that name{hint}")
     for name, tensor in own.items():
         if name not in weights:

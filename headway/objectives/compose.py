@@ -13,8 +13,7 @@ this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from headway.objectives.parts import (
     Term,
     Weight,
 )
-from headway.objectives.reduce import TokenWeights
 from headway.objectives.tokens import Tokens
 
 BASELINES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Advantages]] = {
@@ -128,15 +126,10 @@ def credit(
     reward_R: shaped, float, nan where unscored; rollout_M: int, ascending, whose token each is; proximal_M and
     reference_M: log-probs, for a KL in the reward; value_M, bootstrap_R: of the critic, in the units of the reward.
     """
-    baseline_R = selection.baseline_R
-    every_M = torch.ones_like(rollout_M, dtype=torch.bool)
+    baseline_R, data_M = selection.baseline_R, selection.usable_R[rollout_M]
     penalty_M, metrics = None, {}
     if objective.reward_kl > 0:
-        assert proximal_M is not None, "a KL in the reward needs proximal log-probs"
-        assert reference_M is not None, "a KL in the reward needs reference log-probs"
-        penalty_M = kl.token_reward(proximal_M, reference_M, every_M, objective.reward_kl).to(reward_R.dtype)
-        own_M = penalty_M[selection.usable_R[rollout_M]]
-        metrics["reward_kl"] = -float(own_M.mean()) / objective.reward_kl if len(own_M) else 0.0
+        penalty_M, metrics = _kl_penalty(objective.reward_kl, data_M, proximal_M, reference_M, reward_R.dtype)
     earned_R = torch.where(baseline_R, reward_R, 0.0)
     return_M = None
     match objective.advantage.name:
@@ -155,10 +148,21 @@ def credit(
                 reward_R = reward_R + torch.zeros_like(reward_R).index_add(0, rollout_M, penalty_M)
             advantage_M = BASELINES[name](reward_R, group_R, baseline_R).advantage_R[rollout_M]
     if objective.advantage.whiten:
-        advantage_M = _advantages.whiten(advantage_M, selection.usable_R[rollout_M])
+        advantage_M = _advantages.whiten(advantage_M, data_M)
     if penalty_M is not None:
         advantage_M = advantage_M + 0.0 * penalty_M  # a nan of the KL passed for a missing reward till here
     return TokenCredit(advantage_M, return_M, metrics)
+
+
+def _kl_penalty(
+    coefficient: float, data_M: Tensor, proximal_M: Tensor | None, reference_M: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, float]]:
+    """What a KL in the reward takes off each token's reward, and the mean of that KL over the tokens that are data."""
+    assert proximal_M is not None, "a KL in the reward needs proximal log-probs"
+    assert reference_M is not None, "a KL in the reward needs reference log-probs"
+    penalty_M = kl.token_reward(proximal_M, reference_M, torch.ones_like(data_M), coefficient).to(dtype)
+    own = penalty_M[data_M]
+    return penalty_M, {"reward_kl": -float(own.mean()) / coefficient if len(own) else 0.0}
 
 
 def token_weights(
@@ -168,7 +172,7 @@ def token_weights(
     group_R: Tensor,
     usable_R: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[TokenWeights, ...]:
+) -> tuple[Tensor, ...]:
     """The reduction of each of the objective's terms over all tokens of an optimizer step: see `reduce.token_weights`.
 
     usable_R: `Selection.usable_R`.
@@ -312,7 +316,7 @@ class _LogProbs:
         )
 
     def on(self, kept_N: Tensor) -> _LogProbs:
-        return _LogProbs(**{**self.__dict__, "kept_N": kept_N})
+        return replace(self, kept_N=kept_N)
 
     def pair(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
         """The log-probs of a ratio's new and old policy."""
@@ -390,9 +394,9 @@ def _token_loss(
             return surrogates.policy_gradient(rho_N, advantage_N), rho_N
         case Clipped() as clip:
             rho_N = logs.ratio(clip.ratio)
-            bounds: Any = (clip.clip_low, clip.clip_high, clip.dual_clip)
-            _note(acted, "clip", surrogates.clip_acts(rho_N.detach(), advantage_N, *bounds))
-            return surrogates.clipped(rho_N, advantage_N, *bounds), rho_N
+            bounds = clip.clip_low, clip.clip_high
+            _note(acted, "clip", surrogates.clip_acts(rho_N.detach(), advantage_N, *bounds, clip.dual_clip))
+            return surrogates.clipped(rho_N, advantage_N, *bounds, clip.dual_clip), rho_N
         case Clamped() as clip:
             rho_N = logs.ratio(clip.ratio)
             _note(acted, "clip", surrogates.clamp_acts(rho_N.detach(), clip.clip_low, clip.clip_high))

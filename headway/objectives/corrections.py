@@ -72,7 +72,7 @@ def correction(written: str) -> tuple[Weight, ...]:
         raise ValueError(f"correction {written!r}: the bounds after the colon must be numbers, as in tis:2") from None
     if not numbers:
         return (first, *rest)
-    settable = [key for key in ("low", "high") if getattr(first, key) != Weight.__dataclass_fields__[key].default]
+    settable = [key for key, none in (("low", 0.0), ("high", inf)) if getattr(first, key) != none]
     if len(numbers) != len(settable):
         takes = f"{len(settable)} bound{'' if len(settable) == 1 else 's'}" if settable else "no bound"
         raise ValueError(f"correction {written!r}: {name} takes {takes} ({', '.join(settable) or 'none is set'})")

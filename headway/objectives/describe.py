@@ -12,14 +12,7 @@ from typing import Any
 from headway.objectives import overrides
 from headway.objectives.corrections import CORRECTIONS
 from headway.objectives.named import PRESETS
-from headway.objectives.parts import (
-    KL_ESTIMATORS,
-    ClippedValue,
-    Objective,
-    ReferenceKL,
-    Term,
-    Weight,
-)
+from headway.objectives.parts import KL_ESTIMATORS, ClippedValue, Objective, ReferenceKL, Term, Weight
 from headway.objectives.refusals import Situation, refusals
 
 REDUCTIONS: dict[str, tuple[str, str]] = {
@@ -48,7 +41,7 @@ REDUCTIONS: dict[str, tuple[str, str]] = {
 """Reduction -> what it is, and what tokens that are no data do to its denominator. Tokens that a weight masks are data:
 they leave the numerator only."""
 
-SYMBOLS = (
+LEGEND = (
     "pi: current policy; pi_prox: the trainer's before this train step; mu: the one that sampled the token",
     "A: advantage; r: reward; len: trained tokens of a rollout; rho: a ratio with its gradient; weights have none",
 )
@@ -96,7 +89,7 @@ def _formula(objective: Objective) -> Iterator[str]:
         yield f"{sign}{factor}{REDUCTIONS[term.reduction][0]} of  {weights}{term.loss.formula}{of}"
     if objective.self_normalise:
         yield "weights divided by their mean over the batch, in the sense of the term's reduction"
-    yield from SYMBOLS
+    yield from LEGEND
 
 
 def _product(weights: tuple[Weight, ...]) -> str:

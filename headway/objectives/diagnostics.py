@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headway.objectives.compose import TokenAux
 from headway.objectives.tokens import Tokens
-from headway.objectives.weights import MAX_LOG_RATIO
+from headway.objectives.weights import MAX_LOG_RATIO, k3_of
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 FIRST_POSITION_BUCKET = 16
@@ -175,9 +175,9 @@ def _figures(table: _Table, inside_N: Tensor) -> Iterator[tuple[str, float]]:
     w_N = log_w_N.exp()
     # Subtracted from 0.0, so that no mismatch is 0.0 and not -0.0.
     yield "mismatch_kl_k1", 0.0 - float(table.log_ratio[inside_N].mean())
-    yield "mismatch_kl_k3", float((log_w_N.expm1() - log_w_N).mean())
+    yield "mismatch_kl_k3", float(k3_of(log_w_N).mean())
     yield "mismatch_reverse_kl_k1", float((w_N * log_w_N).mean()) + 0.0
-    yield "mismatch_reverse_kl_k3", float((w_N * ((-log_w_N).expm1() + log_w_N)).mean())
+    yield "mismatch_reverse_kl_k3", float((w_N * k3_of(-log_w_N)).mean())
     yield "ess_share", float(w_N.sum().square() / (len(w_N) * w_N.square().sum()))
     yield "chi2_token", float((2 * log_w_N).expm1().mean())
     entropy_N = table.entropy[inside_N]
@@ -209,7 +209,7 @@ def _of_other_policies(table: _Table) -> Iterator[tuple[str, float]]:
     if len(d_N):
         d_N = d_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         yield "reference_kl_k1", 0.0 - float(d_N.mean())
-        yield "reference_kl_k3", float((d_N.expm1() - d_N).mean())
+        yield "reference_kl_k3", float(k3_of(d_N).mean())
 
 
 def _chi2_sequence(table: _Table) -> float:

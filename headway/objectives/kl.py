@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headway.objectives.parts import KL_ESTIMATORS, KLEstimator
-from headway.objectives.weights import log_ratio
+from headway.objectives.weights import k3_of, log_ratio
 
 
 def k1(logp_N: Tensor, reference_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -46,8 +46,7 @@ def k3(logp_N: Tensor, reference_N: Tensor, mask_N: Tensor) -> Tensor:
     >>> k3(torch.tensor([0.0]), torch.tensor([0.5]), torch.tensor([True]))
     tensor([0.1487])
     """
-    d_N = -log_ratio(logp_N, reference_N, mask_N)
-    return d_N.expm1() - d_N
+    return k3_of(-log_ratio(logp_N, reference_N, mask_N))
 
 
 def estimate(

@@ -21,6 +21,8 @@ from headway.objectives.parts import (
     Clamped,
     Clipped,
     ClippedValue,
+    KLEstimator,
+    Loss,
     Objective,
     Overlong,
     Preference,
@@ -35,15 +37,17 @@ from headway.objectives.parts import (
 )
 
 
-def _whole_token(name: str, act: Act, source: str, *, ratio: Ratio = WHOLE, low: float = 0.0, high: float = inf):
+def _whole_token(
+    name: str, act: Act, source: str, *, ratio: Ratio = WHOLE, low: float = 0.0, high: float = inf
+) -> Weight:
     return Weight(name=name, ratio=ratio, act=act, low=low, high=high, source=source)
 
 
-def _policy(loss: Any, reduction: ReductionName, *weights: Weight) -> Term:
+def _policy(loss: Loss, reduction: ReductionName, *weights: Weight) -> Term:
     return Term(loss=loss, weights=weights, reduction=reduction)
 
 
-def _kl(estimator: Any, coefficient: float, reduction: ReductionName) -> Term:
+def _kl(estimator: KLEstimator, coefficient: float, reduction: ReductionName) -> Term:
     return Term(loss=ReferenceKL(estimator=estimator), coefficient=coefficient, reduction=reduction)
 
 

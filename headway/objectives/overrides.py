@@ -5,10 +5,10 @@ An override that finds nothing to act on is an error: no setting is accepted and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from headway.objectives.parts import (
     Clamped,
@@ -25,66 +25,59 @@ from headway.objectives.parts import (
     check_name,
 )
 
+Override = Callable[[Objective, Any], Objective]
+"""Raises ValueError for an unfit value, and where nothing in the objective answers to it."""
 
-def _on_policy_terms(chosen: Objective, change: Any) -> Objective:
+Side = Literal["clip_low", "clip_high"]
+
+
+def _on_policy_terms(chosen: Objective, change: Callable[[Term], Term]) -> Objective:
     terms = tuple(change(term) if term.uses_advantage else term for term in chosen.terms)
     return replace(chosen, terms=terms)
 
 
-def _clip(side: str):
+def _clip(side: Side) -> Override:
     def change(chosen: Objective, value: float) -> Objective:
-        def in_weight(weight: Weight) -> Weight:
-            if weight.ratio.new != "current" or weight.act not in ("truncate", "mask", "clip_mask"):
-                return weight
-            if side == "clip_high":
-                return weight if weight.high == inf else replace(weight, high=1 + value)
-            return weight if weight.low == 0 else replace(weight, low=1 - value)
+        bound = {"high": 1 + value} if side == "clip_high" else {"low": 1 - value}
 
         def in_term(term: Term) -> Term:
-            loss: Any = term.loss
-            if isinstance(loss, Clipped | Clamped):
-                loss = replace(loss, **{side: value})
-            return replace(term, loss=loss, weights=tuple(in_weight(weight) for weight in term.weights))
+            loss = replace(term.loss, **{side: value}) if isinstance(term.loss, Clipped | Clamped) else term.loss
+            weights = tuple(replace(weight, **bound) if _clips(weight, side) else weight for weight in term.weights)
+            return replace(term, loss=loss, weights=weights)
 
-        return _must_change(chosen, _on_policy_terms(chosen, in_term), side, "nothing in it is clipped on that side")
+        if not any(_is_clipped(term, side) for term in chosen.terms):
+            raise ValueError(f"{side} does nothing in {chosen.name}: nothing in it is clipped on that side")
+        return _on_policy_terms(chosen, in_term)
 
     return change
 
 
-def _must_change(before: Objective, after: Objective, key: str, why: str) -> Objective:
-    """An override with the preset's own value leaves all as it is; one that finds nothing to act on is refused."""
-    if after == before and not _has_value(before, key):
-        raise ValueError(f"{key} does nothing in {before.name}: {why}")
-    return after
+def _is_clipped(term: Term, side: Side) -> bool:
+    return hasattr(term.loss, side) or any(_clips(weight, side) for weight in term.weights)
 
 
-def _has_value(chosen: Objective, key: str) -> bool:
-    for term in chosen.terms:
-        if key in {field.name for field in fields(term.loss)}:
-            return True
-        if key == "clip_high" and any(w.ratio.new == "current" and w.high < inf for w in term.weights):
-            return True
-        if key == "clip_low" and any(w.ratio.new == "current" and w.low > 0 for w in term.weights):
-            return True
-    return False
+def _clips(weight: Weight, side: Side) -> bool:
+    """It bounds a ratio of the current policy on that side, as a clip does."""
+    if weight.ratio.new != "current" or weight.act not in ("truncate", "mask", "clip_mask"):
+        return False
+    return weight.high < inf if side == "clip_high" else weight.low > 0
 
 
-def _in_loss(key: str, why: str, setting: str = ""):
+def _in_loss(key: str, why: str, setting: str = "") -> Override:
     """setting: what a user calls it, where that is not the field's name."""
 
     def change(chosen: Objective, value: Any) -> Objective:
         def in_term(term: Term) -> Term:
-            named = {field.name for field in fields(term.loss)}
-            return replace(term, loss=replace(term.loss, **{key: value})) if key in named else term
+            return replace(term, loss=replace(term.loss, **{key: value})) if hasattr(term.loss, key) else term
 
-        if not any(key in {field.name for field in fields(term.loss)} for term in chosen.terms):
+        if not any(hasattr(term.loss, key) for term in chosen.terms):
             raise ValueError(f"{setting or key} does nothing in {chosen.name}: {why}")
         return replace(chosen, terms=tuple(in_term(term) for term in chosen.terms))
 
     return change
 
 
-def _off_at_0(key: str, why: str):
+def _off_at_0(key: str, why: str) -> Override:
     change = _in_loss(key, why)
     return lambda chosen, value: change(chosen, value or None)
 
@@ -127,7 +120,7 @@ def _whiten(chosen: Objective, value: bool) -> Objective:
     return replace(chosen, advantage=replace(chosen.advantage, whiten=value))
 
 
-def _of_gae(key: str):
+def _of_gae(key: str) -> Override:
     def change(chosen: Objective, value: float) -> Objective:
         if chosen.advantage.name != "gae":
             raise ValueError(f"{key} does nothing in {chosen.name}: it belongs to the advantage gae")
@@ -157,7 +150,7 @@ def _quadratic(chosen: Objective, value: float) -> Objective:
     )
 
 
-def _field(key: str):
+def _field(key: str) -> Override:
     return lambda chosen, value: replace(chosen, **{key: value})
 
 
@@ -169,11 +162,17 @@ def _overlong(chosen: Objective, value: float) -> Objective:
     return replace(chosen, overlong=Overlong(cache_share=value) if value else None)
 
 
+def _length(chosen: Objective, value: int) -> Objective:
+    if all(term.reduction != "constant" for term in chosen.terms):
+        raise ValueError(f"length does nothing in {chosen.name}: only the reduction constant divides by it")
+    return replace(chosen, length=value)
+
+
 def _retire(chosen: Objective, value: float) -> Objective:
     return replace(chosen, retire_above=value or None)
 
 
-OVERRIDES: dict[str, Any] = {
+OVERRIDES: dict[str, Override] = {
     "advantage": _advantage,
     "whiten": _whiten,
     "gamma": _of_gae("gamma"),
@@ -194,7 +193,7 @@ OVERRIDES: dict[str, Any] = {
     "retire_above": _retire,
     "self_normalise": _field("self_normalise"),
     "proximal": _field("proximal"),
-    "length": _field("length"),
+    "length": _length,
     "unsound": _field("unsound"),
 }
 """Key -> what it changes, in the order in which they are applied.
@@ -230,7 +229,6 @@ def _values_of_term(term: Term) -> dict[str, Any]:
     if term.uses_advantage:
         own["reduction"] = term.reduction
         for weight in term.weights:
-            if weight.ratio.new == "current" and weight.act in ("truncate", "mask", "clip_mask"):
-                own |= {"clip_low": 1 - weight.low} if weight.low else {}
-                own |= {"clip_high": weight.high - 1} if weight.high < inf else {}
+            own |= {"clip_low": 1 - weight.low} if _clips(weight, "clip_low") else {}
+            own |= {"clip_high": weight.high - 1} if _clips(weight, "clip_high") else {}
     return {key: value for key, value in own.items() if value is not None}

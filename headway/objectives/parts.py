@@ -431,11 +431,6 @@ class Objective:
             )
 
     @property
-    def policy_terms(self) -> tuple[Term, ...]:
-        """Terms whose gradient is the policy's."""
-        return tuple(term for term in self.terms if not isinstance(term.loss, ClippedValue))
-
-    @property
     def value_term(self) -> Term | None:
         return next((term for term in self.terms if isinstance(term.loss, ClippedValue)), None)
 

@@ -16,28 +16,8 @@ its weight, and the correction makes its loss 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class TokenWeights:
-    """Weights of a whole batch, and the counts behind their denominators.
-
-    weight_N: 0 for what is no data. num_tokens: trained tokens; num_rollouts, num_groups: those with at least one.
-    """
-
-    weight_N: Tensor
-    num_tokens: int
-    num_rollouts: int
-    num_groups: int
-
-    @property
-    def empty(self) -> bool:
-        """Nothing to train: all weights are 0, so is the loss, and the optimizer step must be skipped and said."""
-        return self.num_tokens == 0
 
 
 def token_weights(
@@ -48,8 +28,8 @@ def token_weights(
     usable_R: Tensor | None = None,
     length: int | None = None,
     dtype: torch.dtype = torch.float32,
-) -> TokenWeights:
-    """Weights of every token of a whole batch under a named reduction.
+) -> Tensor:
+    """Weights of every token of a whole batch under a named reduction; 0 for what is no data.
 
     reduction: token_mean, rollout_mean_token_mean, rollout_mean_token_sum, constant, prompt_mean or pair_mean; mask_N:
     bool, True for trained tokens; rollout_N: int in [0, R), whose token it is; group_R: int, any names; usable_R: bool,
@@ -61,7 +41,7 @@ def token_weights(
     ...     mask_N=torch.tensor([True, True, False, True]),
     ...     rollout_N=torch.tensor([0, 0, 0, 1]),
     ...     group_R=torch.tensor([0, 0]),
-    ... ).weight_N
+    ... )
     tensor([0.2500, 0.2500, 0.0000, 0.5000])
     """
     assert mask_N.shape == rollout_N.shape, f"mask {mask_N.shape} and rollouts {rollout_N.shape} differ in shape"
@@ -82,9 +62,7 @@ def token_weights(
             weight_N = pair_mean(data_N, group_N)
         case _:
             raise ValueError(f"unknown reduction {reduction!r}")
-    return TokenWeights(
-        weight_N.to(dtype), int(data_N.sum()), _num_present(data_N, rollout_N), _num_present(data_N, group_N)
-    )
+    return weight_N.to(dtype)
 
 
 def weighted_sum(loss_N: Tensor, weight_N: Tensor) -> Tensor:

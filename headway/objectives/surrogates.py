@@ -1,7 +1,7 @@
 """Ratios and advantages -> a loss per token, to be minimised.
 
-Axis: N tokens, flat. `rho` is a ratio of the current to an older policy that carries the gradient (`weights.ratio`);
-at rho = 1 the gradient of each surrogate but the squared log-ratio is REINFORCE's, `-A grad log pi`.
+Axes: N tokens, flat; P pairs. `rho` is a ratio of the current to an older policy that carries the gradient
+(`weights.log_ratio_at`); at rho = 1 the gradient of each policy surrogate is REINFORCE's, `-A grad log pi`.
 """
 
 from __future__ import annotations

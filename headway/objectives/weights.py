@@ -40,7 +40,7 @@ def log_ratio_at(level: str, new_N: Tensor, old_N: Tensor, mask_N: Tensor, rollo
     level: token; sequence, of the product over the rollout's trained tokens; geometric, of their geometric mean, in
     which length plays no part; geometric_token, the geometric mean's value with each token's own gradient. rollout_N:
     int >= 0, whose token it is. Clamped to ±`MAX_LOG_RATIO` after summing; carries the gradient of new_N; constant in
-    old_N; 0 where masked.
+    old_N; 0 where masked. Raises ValueError for an unknown level.
 
     >>> new, old = torch.tensor([0.02, -0.01, 0.03, -0.02]), torch.zeros(4)
     >>> whole = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)
@@ -84,6 +84,15 @@ def rollout_share(mask_N: Tensor, rollout_N: Tensor) -> Tensor:
     return kept_N / rollout_sum(kept_N, rollout_N).clamp(min=1)
 
 
+def k3_of(log_w_N: Tensor) -> Tensor:
+    """`w - 1 - log w` from log w: never negative, and 0 at w = 1. With w = new / old its mean under samples of the old
+    policy is KL(old, new).
+
+    Source: Schulman 2020, "Approximating KL Divergence" (the estimator k3).
+    """
+    return log_w_N.expm1() - log_w_N
+
+
 def truncated(ratio_N: Tensor, cap: float, low: float = 0.0) -> Tensor:
     """The truncated importance weight `min(max(w, low), C)`, with gradients stopped.
 
@@ -121,7 +130,7 @@ def keep_k3(new_N: Tensor, old_N: Tensor, mask_N: Tensor, rollout_N: Tensor, lim
     Source: Liu, Li et al. 2025 (K3 rejection), as in verl's rollout correction.
     """
     log_w_N = log_ratio(new_N.detach(), old_N, mask_N)
-    return rollout_mean(log_w_N.expm1() - log_w_N, mask_N, rollout_N) <= limit
+    return rollout_mean(k3_of(log_w_N), mask_N, rollout_N) <= limit
 
 
 def without_veto(new_N: Tensor, old_N: Tensor, mask_N: Tensor, rollout_N: Tensor, low: float) -> Tensor:
@@ -153,7 +162,7 @@ def interpolated_proximal(current_N: Tensor, behaviour_N: Tensor, lag_N: Tensor)
     >>> interpolated_proximal(torch.tensor([-0.7]), torch.tensor([-1.0]), torch.tensor([2]))
     tensor([-0.8000])
 
-    Source: A-3PO in AReaL (approximated proximal policy).
+    Source: A-3PO, arXiv 2512.06547 (approximated proximal policy; in AReaL).
     """
     dtype = torch.promote_types(torch.promote_types(current_N.dtype, behaviour_N.dtype), torch.float32)
     lag_N = lag_N.to(dtype)

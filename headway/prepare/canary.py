@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.objectives.weights import MAX_LOG_RATIO
+from headway.objectives.weights import MAX_LOG_RATIO, k3_of
 from headway.prepare.pack import Packing, pack
 from headway.stages import Trainer
 from headway.types import Rollout
@@ -26,10 +26,9 @@ def canary_metrics(
     (packs,) = pack(fresh, list(range(len(fresh))), list(range(len(fresh))), Packing(micro_batch_tokens))
     behaviour_M = torch.tensor([logprob for rollout in fresh for logprob in rollout.logprobs], dtype=torch.float64)
     log_ratio_M = torch.cat([trainer.forward(one.rows).logp_N.double() for one in packs]) - behaviour_M
-    clamped_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "canary_tokens": float(len(log_ratio_M)),
         "canary_kl_k1": 0.0 - log_ratio_M.mean().item(),
-        "canary_kl_k3": (clamped_M.expm1() - clamped_M).mean().item(),
+        "canary_kl_k3": k3_of(log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).mean().item(),
         "canary_max_abs_log_ratio": log_ratio_M.abs().max().item(),
     }

@@ -131,18 +131,14 @@ def _batch(
     version: int,
     metrics: dict[str, Any],
 ) -> Batch:
-    num_tokens = int(known.mask_N.sum())
     return Batch(
         version=version,
         optimizer_steps=[_optimizer_step(objective, gathered, part, known) for part in parts],
         rollouts=gathered.rollouts,
         rewards=gathered.rewards,
-        num_tokens=num_tokens,
-        num_rollouts=len(known.rollout_N[known.mask_N].unique()),
-        num_groups=len(known.group_N[known.mask_N].unique()),
         metrics={
             **metrics,
-            "trained_tokens": num_tokens,
+            "trained_tokens": int(known.mask_N.sum()),
             "micro_batches": sum(map(len, parts)),
             "packed_rows": sum(len(one.rows.ids_T) for part in parts for one in part),
         },
@@ -154,18 +150,13 @@ def _optimizer_step(
 ) -> list[MicroBatch]:
     """The denominators are those of the whole optimizer step, known before its first backward: no split changes it."""
     token_P = torch.cat([one.token_N for one in part])
-    totals = compose.token_weights(
-        objective,
-        known.mask_N[token_P],
-        known.rollout_N[token_P],
-        gathered.group_R,
-        gathered.selection.usable_R,
-        torch.float32,
+    weights = compose.token_weights(
+        objective, known.mask_N[token_P], known.rollout_N[token_P], gathered.group_R, gathered.selection.usable_R
     )
     sizes = [len(one.token_N) for one in part]
-    weights = zip(*(total.weight_N.split(sizes) for total in totals), strict=True)
+    of_each = zip(*(weight_P.split(sizes) for weight_P in weights), strict=True)
     tokens = [
-        replace(_slice(known, one.token_N), weights=weights_N) for one, weights_N in zip(part, weights, strict=True)
+        replace(_slice(known, one.token_N), weights=weights_N) for one, weights_N in zip(part, of_each, strict=True)
     ]
     normaliser = compose.normaliser(objective, tokens)
     return [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headway.reports.metrics import is_number
 from headway.reports.wording import percent
 
 CONSECUTIVE_STEPS = 3
@@ -137,7 +137,7 @@ def _beyond(row: Mapping[str, Any], group_size: int) -> Iterator[tuple[str, str]
     for key, value in _watched(row, group_size):
         name, _, reason = key.partition("/")
         limit = _LIMITS[name]
-        if _is_number(value) and limit.is_beyond(value):
+        if is_number(value) and limit.is_beyond(value):
             figure = percent(value) if name.endswith("_share") else f"{value:.2g}"
             yield key, limit.says.format(figure=figure, reason=reason)
 
@@ -163,7 +163,3 @@ def zero_variance_share(row: Mapping[str, Any], group_size: int) -> float | None
     if group_size < 2 or num_equal is None or not num_rollouts:
         return None
     return num_equal * group_size / num_rollouts
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

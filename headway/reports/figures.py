@@ -17,7 +17,6 @@ from headway.reports.plots import (
     BLUE,
     GREEN,
     GREY,
-    MAX_POINTS,
     ORANGE,
     PURPLE,
     RED,
@@ -31,11 +30,10 @@ from headway.reports.plots import (
     line,
     panels,
     rounded,
-    rows,
     suffixes,
     x_steps,
 )
-from headway.reports.record import Row, RunRecord, thinned
+from headway.reports.record import MAX_POINTS, Row, RunRecord, thinned
 from headway.reports.summary import Span
 
 # ---- is it learning?
@@ -43,7 +41,7 @@ from headway.reports.summary import Span
 
 def reward(run: RunRecord) -> go.Figure | None:
     """Mean reward of the sampled rollouts with a band of one std, and greedy accuracy where it was evaluated."""
-    steps = rows(run)
+    steps = run.drawn_steps
     sampled = has(steps, "reward_mean")
     if not sampled and not run.evaluations:
         return None
@@ -102,7 +100,7 @@ def _greedy(run: RunRecord, axis: str) -> go.Scatter:
 
 def response_length(run: RunRecord) -> go.Figure | None:
     """Tokens per rollout, mean and longest; below, the share that the token budget cut off."""
-    steps = rows(run)
+    steps = run.drawn_steps
     if not has(steps, "response_tokens_mean", "response_tokens_max", "truncated_share"):
         return None
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.65, 0.35], vertical_spacing=0.08)
@@ -120,8 +118,8 @@ def response_length(run: RunRecord) -> go.Figure | None:
 
 def optimizer(run: RunRecord) -> go.Figure | None:
     """Loss, gradient norm and learning rate, small, side by side."""
-    steps = rows(run)
-    panels = [
+    steps = run.drawn_steps
+    shown = [
         (name, label, color)
         for name, label, color in (
             ("loss", "loss", BLUE),
@@ -130,10 +128,10 @@ def optimizer(run: RunRecord) -> go.Figure | None:
         )
         if has(steps, name)
     ]
-    if not panels:
+    if not shown:
         return None
-    figure = make_subplots(rows=1, cols=len(panels), horizontal_spacing=0.1)
-    for number, (name, label, color) in enumerate(panels, 1):
+    figure = make_subplots(rows=1, cols=len(shown), horizontal_spacing=0.1)
+    for number, (name, label, color) in enumerate(shown, 1):
         figure.add_trace(line(steps, name, label, color), 1, number)
         figure.update_yaxes(exponentformat="power", row=1, col=number)
         if name == "learning_rate":  # a constant one would be drawn between -1 and 1
@@ -177,7 +175,7 @@ def _signal_rows(run: RunRecord) -> tuple[list[Row], list[str]]:
 
 def critic(run: RunRecord) -> go.Figure | None:
     """The critic's loss, the share of the returns' variance that its values explain, and its gradient norm."""
-    steps = rows(run)
+    steps = run.drawn_steps
     shown = [
         (name, title, color)
         for name, title, color in (
@@ -203,12 +201,13 @@ def critic(run: RunRecord) -> go.Figure | None:
 
 
 def reference(run: RunRecord) -> go.Figure | None:
-    """How far the policy has gone from the frozen reference."""
-    steps = rows(run)
-    if not has(steps, "reward_kl"):
+    """How far the policy has gone from the frozen reference, by both estimators."""
+    steps = run.drawn_steps
+    if not has(steps, "reference_kl_k1", "reference_kl_k3"):
         return None
     figure = go.Figure()
-    figure.add_trace(line(steps, "reward_kl", "KL to the reference, per token", PURPLE))
+    figure.add_trace(line(steps, "reference_kl_k1", "k1: mean of log pi - log reference", GREY, dash="dot"))
+    figure.add_trace(line(steps, "reference_kl_k3", "k3: never negative", PURPLE))
     house_style(figure, 250)
     x_steps(figure, run)
     figure.update_yaxes(title={"text": "nats"}, exponentformat="power")
@@ -281,7 +280,7 @@ def busy_between(spans: Sequence[Span], edges: Sequence[float]) -> list[float]:
 
 def throughput(run: RunRecord) -> go.Figure | None:
     """Tokens per second that were sampled, and that were trained, between one step's end and the next."""
-    steps = rows(run)
+    steps = run.drawn_steps
     if not has(steps, "generated_tokens_per_s", "trained_tokens_per_s"):
         return None
     figure = go.Figure()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 from headway.trace import Event, open_lines
 
@@ -69,6 +70,11 @@ def _evaluation_row(event: Event) -> dict[str, Any]:
         "greedy_reward": event["mean_reward"],
         "greedy_accuracy": event["num_correct"] / event["num"] if event["num"] else None,
     }
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a figure of a row is one: finite, and no flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class JsonLines:

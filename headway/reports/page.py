@@ -20,7 +20,7 @@ from headway.reports.interval import wilson
 from headway.reports.outcome import last_steps, num_misplaced, reward_ends
 from headway.reports.page_style import CSS, DRAW
 from headway.reports.pictures import Picture
-from headway.reports.record import RunRecord, read_run
+from headway.reports.record import MAX_POINTS, RunRecord, read_run
 from headway.trace import Event
 
 PAGE = "index.html"
@@ -380,14 +380,14 @@ def _figure(picture: Picture, name: str, height: float, note: str) -> str:
 
 
 def _cut_note(picture: Picture, run: RunRecord) -> str:
-    from headway.reports import gantt, plots
+    from headway.reports import gantt
 
     if picture.name == "timeline":
         note = gantt.shown_note(run)
         return f" {note}" if note else ""
     num_steps = len(run.steps)
-    if num_steps > plots.MAX_POINTS:
-        width = -(-num_steps // plots.MAX_POINTS)
+    if num_steps > MAX_POINTS:
+        width = -(-num_steps // MAX_POINTS)
         return f" Each point joins {width} neighbouring steps."
     return ""
 

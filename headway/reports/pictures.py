@@ -66,7 +66,8 @@ def learning() -> list[Picture]:
         Picture(
             "reference",
             "Distance to the reference",
-            "KL(pi, reference), estimator k1: mean of log pi - log reference over the tokens of the step's rollouts.",
+            "KL(pi, reference) before the update, by the estimators k1 and k3, means over the trained tokens; as if pi "
+            "had sampled them, which stale ones only come near.",
             "it grows slowly and levels off; a policy that runs away from its reference is often gaming the reward.",
             figures.reference,
         ),

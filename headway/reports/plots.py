@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from headway.reports.record import Row, RunRecord, thinned
+from headway.reports.record import Row, RunRecord
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6db3", "#d97b29", "#2f8f5b", "#c0392b", "#7d5ba6", "#8a96a3"
@@ -21,19 +21,12 @@ BAND = "rgba(47,109,179,{alpha})"
 ALL_ZERO = 1e-8
 """Where a log axis draws exact zeros if it has nothing else."""
 
-MAX_POINTS = 1000
-"""Steps drawn one by one; a longer run has neighbours joined."""
-
 ABOVE_PANELS_PX, BELOW_PANELS_PX = 64, 46
 """Room for a panel's title and legend, and for its axis."""
 
 LEGEND = {"orientation": "h", "traceorder": "normal", "xanchor": "left", "yanchor": "bottom", "font": {"size": 12}}
 
 Column = list[float | None]
-
-
-def rows(run: RunRecord) -> list[Row]:
-    return thinned(run.steps, MAX_POINTS)
 
 
 def column(rows: Sequence[Row], name: str) -> Column:

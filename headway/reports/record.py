@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import tomllib
@@ -13,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from headway.reports.alarms import Alarm, alarms
-from headway.reports.metrics import StepMetrics
+from headway.reports.metrics import StepMetrics, is_number
 from headway.reports.summary import Timeline, continuous, kept_evaluations, kept_steps, summarise, timeline
 from headway.trace import Event, read_trace
-from headway.types import UserError
+from headway.types import UserError, did_you_mean, nearest
 
 Row = dict[str, Any]
 """Numbers by name; of one train step, or of several neighbours joined. A value that isn't finite is None."""
+
+MAX_POINTS = 1000
+"""Steps drawn one by one; a longer run has neighbours joined."""
 
 TRACE = "trace.jsonl"
 OBJECTIVE = "objective.txt"
@@ -47,7 +49,7 @@ class RunRecord:
     result: dict[str, Any]
     notes: list[str]
 
-    @property
+    @cached_property
     def header(self) -> Event:
         """The newest `run` event."""
         return next(event for event in reversed(self.events) if event.kind == "run")
@@ -62,6 +64,11 @@ class RunRecord:
         """What objective.unsound overrode in any part of the run: once it was, all that came after stems from it."""
         said = [reason for event in self.events if event.kind == "run" for reason in event.fields.get("unsound", ())]
         return list(dict.fromkeys(said))
+
+    @cached_property
+    def drawn_steps(self) -> list[Row]:
+        """`steps` as curves show them: at most MAX_POINTS rows."""
+        return thinned(self.steps, MAX_POINTS)
 
     @property
     def group_size(self) -> int:
@@ -138,10 +145,9 @@ def _nearest_run(folder: Path) -> str:
     runs = _runs_in(folder) or _runs_in(folder.parent)
     if not runs:
         return f"; no run lies in {folder.parent} either"
-    names = [run.name for run in runs]
-    close = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.5)
+    near = nearest(folder.name, [run.name for run in runs])
     newest = max(runs, key=lambda run: (run / TRACE).stat().st_mtime)
-    return f"; did you mean {runs[names.index(close[0])] if close else newest}?"
+    return did_you_mean(newest.parent / near[0] if near else newest)
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -216,11 +222,7 @@ def _step_rows(events: Sequence[Event], metrics: Iterable[Row]) -> list[Row]:
 
 
 def _numbers(row: Row) -> Row:
-    return {name: value if _is_number(value) else None for name, value in row.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return {name: value if is_number(value) else None for name, value in row.items()}
 
 
 def _kept_rollouts(rollouts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

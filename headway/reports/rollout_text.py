@@ -9,7 +9,9 @@ import html
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, TypeGuard
+from typing import Any
+
+from headway.reports.metrics import is_number
 
 MAX_TOKENS = 800
 """Tokens of one rollout that are shown."""
@@ -93,7 +95,7 @@ def _text(value: Any) -> str:
 def _facts(rollout: dict[str, Any]) -> str:
     reward, outcome = rollout.get("reward"), _text(rollout.get("outcome"))
     facts = [f"step {_number(rollout.get('version'))}"]
-    if _is_number(reward):
+    if is_number(reward):
         tone = "good" if reward > 0 else "bad"
         facts.append(f'<b class="{tone}">reward {reward:g}</b>')
     else:
@@ -105,11 +107,7 @@ def _facts(rollout: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:g}" if _is_number(value) else "unknown"
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return f"{value:g}" if is_number(value) else "unknown"
 
 
 def _list(value: Any) -> list[Any]:
@@ -130,6 +128,6 @@ def _tokens(rollout: dict[str, Any]) -> str:
 
 
 def _token(piece: Any, log_ratio: Any, version: Any) -> str:
-    css, said = (_class(log_ratio), f"log-ratio {log_ratio:+.3g}") if _is_number(log_ratio) else ("u", "no log-ratio")
+    css, said = (_class(log_ratio), f"log-ratio {log_ratio:+.3g}") if is_number(log_ratio) else ("u", "no log-ratio")
     text = html.escape(_text(piece)).replace("\n", "⏎\n")
     return f'<span class="{css}" title="{said}, version {_number(version)}">{text}</span>'

@@ -33,22 +33,21 @@ from headway.reports.plots import (
     log_axis,
     log_traces,
     panels,
-    rows,
     suffixes,
     x_steps,
 )
 from headway.reports.record import Row, RunRecord
-from headway.reports.trust_numbers import Bucket, by_bucket, lag_buckets, position_buckets, thirds
+from headway.reports.trust_numbers import SOURCE_NAMES, Bucket, by_bucket, lag_buckets, position_buckets, thirds
 
 K3 = "mismatch_kl_k3"
 
 SOURCES = (
     ("", "all trained tokens", "#c3cad1", "solid"),
-    ("staleness", "older versions", ORANGE, "solid"),
-    ("stale_cache", "newest version, older cache", PURPLE, "solid"),
-    ("numerics", "newest version alone", GREEN, "solid"),
+    ("staleness", SOURCE_NAMES["staleness"], ORANGE, "solid"),
+    ("stale_cache", SOURCE_NAMES["stale_cache"], PURPLE, "solid"),
+    ("numerics", SOURCE_NAMES["numerics"], GREEN, "solid"),
 )
-"""Where a trained token's mismatch can come from: suffix of its metrics, label, look."""
+"""All trained tokens, and their sources: suffix of the metrics, label, look."""
 
 CANARY = ("canary_kl_k3", "canaries", "#35a894", "dot")
 REASON_COLORS = (RED, BLUE, ORANGE, PURPLE, GREEN, GREY)
@@ -58,7 +57,7 @@ THIRD_COLORS = ("#a9c8ea", "#5b8fcc", "#1d4a86")
 
 def lag(run: RunRecord) -> go.Figure | None:
     """How old the trained tokens were, in versions, against the run_ahead that was allowed."""
-    steps = rows(run)
+    steps = run.drawn_steps
     if not steps:
         return None
     figure = go.Figure()
@@ -84,7 +83,7 @@ def lag(run: RunRecord) -> go.Figure | None:
 
 def mismatch(run: RunRecord) -> go.Figure | None:
     """k3 of all tokens, of each source and of canaries on one log axis; below, each source's share of the tokens."""
-    steps = rows(run)
+    steps = run.drawn_steps
     curves = [(f"{K3}/{name}" if name else K3, label, color, dash) for name, label, color, dash in SOURCES]
     shown = [curve for curve in (*curves, CANARY) if has(steps, curve[0])]
     if not shown:
@@ -166,7 +165,7 @@ def _bucket_panel(figure: go.Figure, run: RunRecord, found: Sequence[Bucket], nu
 
 def estimates(run: RunRecord) -> go.Figure | None:
     """The same divergence in both directions and by both estimators: where they part, a few tokens dominate."""
-    steps = rows(run)
+    steps = run.drawn_steps
     shown = [
         (title, f"mismatch_kl_{name}", f"mismatch_reverse_kl_{name}")
         for title, name in (("k1: mean of a log-ratio, noisy, may be negative", "k1"), ("k3: never negative", "k3"))
@@ -188,7 +187,7 @@ def estimates(run: RunRecord) -> go.Figure | None:
 
 def ratios(run: RunRecord) -> go.Figure | None:
     """Trainer over behaviour probability of the trained tokens: nested quantile bands around 1."""
-    steps = rows(run)
+    steps = run.drawn_steps
     names = [f"ratio_q{percent}" for percent in ("01", "05", "25", "50", "75", "95", "99")]
     if not has(steps, *names, "ratio_min", "ratio_max"):
         return None
@@ -214,7 +213,7 @@ def ratios(run: RunRecord) -> go.Figure | None:
 
 def corrections(run: RunRecord) -> go.Figure | None:
     """The share of tokens that each weight cut or masked, or a clip stopped: of all, and by the advantage's sign."""
-    steps = rows(run)
+    steps = run.drawn_steps
     reasons = acted_reasons(steps)
     shown = [
         (title, sign)
@@ -247,7 +246,7 @@ def acted_reasons(steps: Sequence[Row]) -> list[str]:
 
 def cost(run: RunRecord) -> go.Figure | None:
     """The effective sample size, and the factor of variance that the ratios cost: of tokens, and of whole answers."""
-    steps = rows(run)
+    steps = run.drawn_steps
     factors = [
         (label, color, [None if value is None else 1 + value for value in column(steps, name)])
         for name, label, color in (("chi2_token", "of tokens", BLUE), ("chi2_sequence", "of whole answers", ORANGE))
@@ -283,7 +282,7 @@ def _factor_axis(figure: go.Figure, highest: float, number: int) -> None:
 
 def interpolation(run: RunRecord) -> go.Figure | None:
     """How far the guessed proximal policy was from the true one."""
-    steps = rows(run)
+    steps = run.drawn_steps
     names = ("interpolation_error_mean", "interpolation_error_max")
     if not has(steps, *names):
         return None
@@ -302,7 +301,7 @@ def interpolation(run: RunRecord) -> go.Figure | None:
 
 def entropy(run: RunRecord) -> go.Figure | None:
     """The trainer's mean entropy: of all tokens, and by their place in the response."""
-    steps = rows(run)
+    steps = run.drawn_steps
     if not has(steps, "entropy"):
         return None
     figure = go.Figure()

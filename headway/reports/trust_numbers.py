@@ -13,6 +13,13 @@ from headway.reports.record import Row
 MIN_STEPS_FOR_THIRDS = 6
 """A shorter run is one piece: thirds of a step or two would show chance."""
 
+SOURCE_NAMES = {
+    "numerics": "numerics, newest version alone",
+    "stale_cache": "stale cache",
+    "staleness": "staleness, older versions",
+}
+"""Where a trained token's mismatch can come from: suffix of its metrics -> what people read."""
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headway.reports.outcome import last_steps
 from headway.reports.record import Row, RunRecord
 from headway.reports.trust_figures import acted_reasons
-from headway.reports.trust_numbers import Bucket, lag_buckets, mean_over_tokens, position_buckets
+from headway.reports.trust_numbers import SOURCE_NAMES, Bucket, lag_buckets, mean_over_tokens, position_buckets
 from headway.reports.wording import percent
 
 COLUMNS = (
@@ -20,12 +20,6 @@ COLUMNS = (
     ("chi2_token", "chi^2"),
     ("entropy", "entropy"),
 )
-
-SOURCE_NAMES = {
-    "numerics": "numerics, newest version alone",
-    "stale_cache": "stale cache",
-    "staleness": "staleness, older versions",
-}
 
 
 def glance(run: RunRecord) -> str:

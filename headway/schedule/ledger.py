@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.schedule.pass_rates import PassRates
+from headway.schedule.pass_rates import RIGHT, PassRates
 from headway.stages import Generated, Reference, Scored
 from headway.trace import Trace
 from headway.types import Outcome, Receipt
@@ -326,7 +326,7 @@ class Ledger:
                 num=len(rewards),
                 num_unscored=evaluation.size - len(rewards),
                 mean_reward=sum(rewards) / len(rewards) if rewards else None,
-                num_correct=sum(reward >= 1.0 for reward in rewards),
+                num_correct=sum(reward >= RIGHT for reward in rewards),
             )
 
     def _open_due_evaluation(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from headway.score.function import FunctionScorer
 from headway.score.reasoning_gym import ReasoningGymScorer
 from headway.score.verifier import NumberVerifier
 from headway.stages import Scorer
-from headway.types import Prompt, Score, UserError
+from headway.types import Prompt, Score, UserError, did_you_mean, nearest
 
 UNSCORED_IN_A_ROW = 16
 CHOICES = "number, reasoning_gym, or module:function"
@@ -49,8 +48,7 @@ def _check_target(name: str) -> None:
         module, _, function = name.partition(":")
         near = f"{module.removesuffix('.py').replace('/', '.')}:{function or 'FUNCTION'}"
         raise UserError(f"score.scorer = {name!r} is no module:function, as in {near}")
-    near = difflib.get_close_matches(name, ["number", "reasoning_gym"], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(*nearest(name, ["number", "reasoning_gym"]))
     raise UserError(f"score.scorer = {name!r} is no scorer{hint}; choose {CHOICES}")
 
 

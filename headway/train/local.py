@@ -80,9 +80,6 @@ class LocalTrainer:
         with self._cores.unit():
             return self._optimizer.step()
 
-    def discard_gradients(self) -> None:
-        self._optimizer.discard_gradients()
-
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._policy.weights()
 

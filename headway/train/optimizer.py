@@ -58,11 +58,8 @@ class Optimizer:
                 "warning": f"the gradient is not finite ({norm}): this step was skipped and the weights are unchanged",
             }
         self._steps_taken += 1
-        self.discard_gradients()
+        self._adam.zero_grad()
         return metrics
-
-    def discard_gradients(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
 
     def _learning_rate(self) -> float:
         """Of the coming step: a linear rise over the warm-up, then the schedule down to 0 at `num_steps`."""

@@ -184,7 +184,7 @@ def reduction_weights(name: str, batch: Batch, mask_N: Tensor, settings: dict, l
     lengths = [other_tokens - other_rollouts + 1] + [1] * (other_rollouts - 1) if other_rollouts else []
     others_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
     first = len(batch.group_R)
-    whole = reduce.token_weights(
+    weight_N = reduce.token_weights(
         name,
         torch.cat([mask_N, torch.ones_like(others_N).bool()]),
         torch.cat([batch.rollout_N, first + others_N]),
@@ -192,7 +192,7 @@ def reduction_weights(name: str, batch: Batch, mask_N: Tensor, settings: dict, l
         length=length,
         dtype=torch.float64,
     )
-    return settings.get("dp_size", 1) * whole.weight_N[: len(mask_N)]
+    return settings.get("dp_size", 1) * weight_N[: len(mask_N)]
 
 
 def reduced_as_asked(batch: Batch, mask_N: Tensor, settings: dict, conventions: Conventions) -> Tensor:

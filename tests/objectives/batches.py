@@ -194,7 +194,7 @@ def tokens_of(description: Objective, batch: Batch) -> Tokens:
         behaviour_N=batch.behaviour_N,
         lag_N=batch.lag_N,
         advantage_N=_spread(credit.advantage_M, batch),
-        weights=tuple(weight.weight_N for weight in weights),
+        weights=weights,
         proximal_N=batch.proximal_N,
         reference_N=batch.reference_N,
         value_N=batch.value_N,

@@ -274,8 +274,7 @@ def _prepared(
     )
     everything_M = torch.ones_like(rollout_M, dtype=torch.bool)
     usable_R = selection.usable_R
-    totals = compose.token_weights(objective, everything_M, rollout_M, group_R, usable_R, dtype=torch.float64)
-    weights = [total.weight_N for total in totals]
+    weights = compose.token_weights(objective, everything_M, rollout_M, group_R, usable_R, dtype=torch.float64)
     tokens = policies.tokens(place_M, rollout_M, group_R[rollout_M], credit.advantage_M, *weights)
     return replace(tokens, normaliser=compose.normaliser(objective, [tokens]))
 

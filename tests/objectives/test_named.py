@@ -297,7 +297,7 @@ TABLE: dict[str, tuple[Any, Iterable[str], Any, str]] = {
     "retire_above": (0.8, EVERY, lambda o: o.retire_above == 0.8, ""),
     "self_normalise": (True, EVERY, lambda o: o.self_normalise, ""),
     "proximal": ("interpolated", EVERY, lambda o: o.proximal == "interpolated", ""),
-    "length": (64, EVERY, lambda o: o.length == 64, ""),
+    "length": (64, ["dr_grpo"], lambda o: o.length == 64, "length does nothing"),
     "unsound": (True, EVERY, lambda o: o.unsound, ""),
 }
 

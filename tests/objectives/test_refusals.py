@@ -19,7 +19,7 @@ OWN_WEIGHT = ("decoupled_ppo", "olmo3", "minirl", "icepop", "glm5_async", "kimi_
 
 
 def named(name: str, **overrides) -> Objective:
-    return objective(name, **{"length": 64, **overrides})
+    return replace(objective(name, **overrides), length=64)
 
 
 def reasons(chosen: Objective, situation: Situation) -> list[str]:

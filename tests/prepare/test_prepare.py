@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from headway.objectives.tokens import Tokens
 from headway.train.step import train_step
 from headway.types import Score, ScoredRollout
 from tests import tiny
-from tests.batches import asked, make_critic, make_trainer, many_groups, prepared
+from tests.batches import asked, data_of, make_critic, make_trainer, many_groups, prepared
 from tests.tiny import make_policy, rollout, scored
 
 GRPO = objective("grpo", kl_coefficient=0, corrections=["tis"])
@@ -65,7 +65,7 @@ def test_two_groups_by_hand():
     assert weight_N.tolist() == pytest.approx([1 / 8] * 2 + [1 / 4] + [1 / 12] * 3 + [1 / 8] * 2)
     for name in ("proximal_N", "reference_N", "value_N", "return_N", "normaliser"):
         assert getattr(tokens, name) is None
-    assert (batch.version, batch.rewards, batch.num_tokens, batch.num_rollouts) == (5, [1.0, 0.0, 0.0, 1.0], 8, 4)
+    assert (batch.version, batch.rewards, data_of(batch)) == (5, [1.0, 0.0, 0.0, 1.0], (8, 4, 2))
     assert {name: batch.metrics[name] for name in ("trained_tokens", "micro_batches", "packed_rows")} == {
         "trained_tokens": 8,
         "micro_batches": 1,
@@ -90,7 +90,7 @@ def test_an_answer_without_tokens_adds_no_count():
     batch = prepared(GRPO, [[scored(rollout(p, [], member=0), 0.0), scored(rollout(p, [5, 6], member=1), 1.0)]])
     (micro,) = batch.micro_batches
     assert micro.tokens.rollout_N.tolist() == [1, 1]
-    assert (batch.num_rollouts, batch.num_tokens) == (1, 2)
+    assert data_of(batch) == (2, 1, 1)
     assert micro.tokens.weights[0].tolist() == [0.5, 0.5]
 
 
@@ -98,7 +98,8 @@ def test_a_batch_without_a_trained_token_says_so():
     p = asked("p", 1)
     answers = [rollout(p, [5, 6], member=member, mask=[False, False]) for member in range(2)]
     batch = prepared(GRPO, [[scored(answer, float(number)) for number, answer in enumerate(answers)]])
-    assert batch.num_tokens == 0
+    assert data_of(batch) == (0, 0, 0)
+    assert batch.metrics["trained_tokens"] == 0
     assert all(micro.empty for micro in batch.micro_batches)
 
 
@@ -119,7 +120,8 @@ def test_rollouts_that_are_no_data_are_not_packed_and_still_reported():
     assert micro.tokens.rollout_N.tolist() == [2, 2, 3, 3]
     assert [answer.prompt.uid for answer in batch.rollouts] == ["a", "a", "other", "other", "same", "same"]
     assert batch.rewards == [1.0, None, 0.0, 1.0, 1.0, 1.0]
-    assert (batch.num_tokens, batch.num_rollouts, batch.num_groups) == (4, 2, 1)
+    assert data_of(batch) == (4, 2, 1)
+    assert batch.metrics["trained_tokens"] == 4
     assert batch.metrics["dropped_rollouts/zero_variance"] == 2
     assert batch.metrics["dropped_rollouts/unscored"] == 1
 
@@ -127,7 +129,7 @@ def test_rollouts_that_are_no_data_are_not_packed_and_still_reported():
 def test_a_batch_all_of_which_is_filtered_out_has_no_optimizer_step():
     answers = [scored(rollout(asked("p", 1), [7, 8], member=member), 1.0) for member in range(2)]
     batch = prepared(objective("dapo"), [answers])
-    assert (batch.optimizer_steps, batch.num_tokens, len(batch.rollouts)) == ([], 0, 2)
+    assert (batch.optimizer_steps, batch.metrics["trained_tokens"], len(batch.rollouts)) == ([], 0, 2)
 
 
 def test_with_a_divergence_in_the_rewards_scored_rollouts_are_packed_for_their_baseline():
@@ -150,7 +152,8 @@ def test_with_a_divergence_in_the_rewards_scored_rollouts_are_packed_for_their_b
     expected = ((1 - taken_off[0]) - (0 - taken_off[1])) / 2
     assert tokens.advantage_N[:2].tolist() == pytest.approx([expected] * 2, abs=1e-5)
     assert min(map(abs, taken_off)) > 1e-3
-    assert (batch.num_tokens, batch.num_rollouts) == (2, 1)
+    assert data_of(batch) == (2, 1, 1)
+    assert batch.metrics["trained_tokens"] == 2
 
 
 # ---- arrival
@@ -190,7 +193,7 @@ def test_identities_and_not_token_values_tell_groups_apart():
         for epoch in range(2)
     ]
     batch = prepared(GRPO, groups)
-    assert batch.num_groups == 2
+    assert data_of(batch) == (8, 4, 2)
     (micro,) = batch.micro_batches
     plus = 0.5**0.5
     assert micro.tokens.advantage_N.tolist() == pytest.approx([0, 0, 0, 0, -plus, -plus, plus, plus], abs=1e-5)
@@ -277,7 +280,7 @@ def test_a_packed_gradient_is_that_of_one_rollout_at_a_time(architecture, temper
 
 def of_every_kind() -> list[Objective]:
     """Every preset, and what none of them has: a divergence in the rewards, self-normalised and sequence weights."""
-    presets = [objective(name, length=9) for name in PRESETS]
+    presets = [replace(objective(name), length=9) for name in PRESETS]
     return [
         *presets,
         objective("grpo", kl_coefficient=0, corrections=["tis"], reduction="token_mean"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_the_passes_that_are_needed_are_made_once_per_micro_batch_and_no_others(
 @pytest.mark.parametrize("name", [name for name in PRESETS if not PRESETS[name].needs_critic])
 def test_one_optimizer_step_needs_log_probs_before_it_only_for_rewards(name):
     trainer = Counted(make_trainer(make_policy(), with_reference=True))
-    by = objective(name, length=9)
+    by = replace(objective(name), length=9)
     prepared(by, many_groups(), trainer=trainer)
     assert (trainer.calls["forward"] > 0) == (by.reward_kl > 0)
     assert (trainer.calls["reference"] > 0) == by.needs_reference

@@ -37,12 +37,12 @@ def test_sources_and_canaries_share_one_log_axis_with_zeros_as_marks(run_of) -> 
     curves = {trace.name: list(trace.y) for trace in figure.data if trace.type == "scatter"}
     assert curves == {
         "all trained tokens": [1e-3, 1e-3],
-        "older versions": [2e-3, 1e-3],
-        "newest version alone: exactly 0": pytest.approx([1e-8]),
+        "staleness, older versions": [2e-3, 1e-3],
+        "numerics, newest version alone: exactly 0": pytest.approx([1e-8]),
         "canaries": [1e-7, None],
     }
     bars = {trace.name: list(trace.y) for trace in figure.data if trace.type == "bar"}
-    assert bars == {"older versions": [0.6, 1.0], "newest version alone": [0.4, 0.0]}
+    assert bars == {"staleness, older versions": [0.6, 1.0], "numerics, newest version alone": [0.4, 0.0]}
 
 
 def test_an_older_run_without_sources_shows_what_it_has(run_of) -> None:

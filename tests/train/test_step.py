@@ -206,7 +206,7 @@ def test_every_pass_takes_every_part(passes):
     num = len(batch.micro_batches)
     assert trainer.calls == {"forward_backward": num * passes, "optim_step": 2 * passes}
     assert metrics["optimizer_steps"] == 2 * passes
-    assert metrics["tokens"] == batch.num_tokens
+    assert metrics["tokens"] == batch.metrics["trained_tokens"]
 
 
 def test_the_schedule_counts_optimizer_steps():
@@ -242,7 +242,7 @@ def test_without_log_probs_before_the_step_only_the_first_optimizer_step_measure
     batch = prepared(by, many_groups(), optimizer_steps=2, trainer=trainer)
     result = train_step(trainer, None, by, batch)
     first = sum(len(micro.tokens.rollout_N) for micro in batch.optimizer_steps[0])
-    assert 0 < result.metrics["tokens"] == first < batch.num_tokens
+    assert 0 < result.metrics["tokens"] == first < batch.metrics["trained_tokens"]
     measured = {number for micro in batch.optimizer_steps[0] for number in micro.tokens.rollout_N.tolist()}
     assert {number for number, ratios in enumerate(result.log_ratios) if ratios} == measured
 
@@ -306,7 +306,7 @@ def test_value_warm_up_leaves_the_policys_bits_and_teaches_the_critic(tmp_path: 
     assert fingerprint(named_weights(critic._model)) != critics
     assert metrics["value_warmup"] is True
     assert metrics["value_loss"] > 0
-    assert metrics["tokens"] == batch.num_tokens
+    assert metrics["tokens"] == batch.metrics["trained_tokens"]
     assert "grad_norm" not in metrics
     assert "loss" in metrics
 
