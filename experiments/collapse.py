@@ -74,8 +74,8 @@ def _sections(outcomes: list[Outcome], exact: list[Outcome]) -> Iterator[Section
         yield Section(f"{name}: reward", "Sampled, over ten steps.", curves(shown, "reward_mean", "reward", smooth=10))
         yield Section(
             f"{name}: mismatch",
-            "KL(mu, pi) by k3 over the trained tokens, over ten steps.",
-            curves(shown, "mismatch_kl_k3", "KL(mu, pi), k3", log=True, smooth=10),
+            "KL(mu, pi) by k3 over the trained tokens, over ten steps. Without a fault it is below 1e-12.",
+            curves(shown[1:], "mismatch_kl_k3", "KL(mu, pi), k3", smooth=10),
         )
         yield Section(
             f"{name}: gradient norm",

@@ -212,6 +212,7 @@ def _check_resume(source: PromptSource, config: Config, reference_hash: str | No
                 f"schedule.{name} is {now}, and was {before} in the run that wrote {checkpoint.folder}: resume with "
                 f"--schedule.{name.replace('_', '-')} {before}, or start a new run from its model"
             )
+    _check_adapter(config, checkpoint)
     if checkpoint.progress["data"] != source.fingerprint:
         raise UserError(
             f"the prompts are not those of the run that wrote {checkpoint.folder}: resume with the same data and seed"
@@ -222,6 +223,18 @@ def _check_resume(source: PromptSource, config: Config, reference_hash: str | No
             f"{config.model.path} holds other weights than for the run that wrote {checkpoint.folder}, and the "
             "objective compares with them: resume with the same model.path"
         )
+
+
+def _check_adapter(config: Config, checkpoint: Checkpoint) -> None:
+    """What is trained, and what it is compared with, are the checkpoint's; other settings would only seem to hold."""
+    settings, saved = config.adapter.model_dump(mode="json"), checkpoint.progress.get("adapter", {})
+    for name in sorted(saved, key=lambda name: name not in ("kind", "start")):  # the others follow from these
+        before, now = saved[name], settings[name]
+        if now != before:
+            raise UserError(
+                f"adapter.{name} is {now}, and was {before} in the run that wrote {checkpoint.folder}: leave it as it "
+                "was, or start a new run"
+            )
 
 
 def _claims(config: Config) -> tuple[Cores, Cores]:
@@ -350,7 +363,12 @@ class InProcessStages:
 
     async def save(self, progress: Mapping[str, Any]) -> None:
         parts = self._parts
-        whole = {**progress, "data": parts.source.fingerprint, "reference": parts.reference_hash}
+        whole = {
+            **progress,
+            "data": parts.source.fingerprint,
+            "reference": parts.reference_hash,
+            "adapter": parts.config.adapter.model_dump(mode="json", exclude={"merge"}),
+        }
         keep = parts.config.checkpoint.keep
 
         def save_learners(folder: Path) -> None:

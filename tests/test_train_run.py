@@ -274,6 +274,27 @@ def test_a_run_that_goes_on_from_an_adapter(working_folder: Path, model_folder: 
     assert json.loads((working_folder / "second/model/adapter_config.json").read_text())["r"] == 3
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"adapter__rank": 3}, "adapter.rank is 3, and was 2"),
+        ({"adapter__alpha": 8}, "adapter.alpha is 8.0, and was 32.0"),
+        ({"adapter__start": "FIRST"}, "adapter.start is "),
+        ({"adapter__kind": "none", "adapter__rank": None}, "adapter.kind is none, and was lora"),
+    ],
+)
+def test_an_adapter_is_not_changed_by_a_resume(working_folder: Path, model_folder: Path, changed, said):
+    """Its starting values and its sizes are the checkpoint's: other settings would only seem to hold."""
+    settings = {"adapter__kind": "lora", "adapter__rank": 2, "run__steps": 2}
+    first, second = working_folder / "first", working_folder / "second"
+    run.train(resolved(model_folder, **settings), first)
+    run.train(resolved(model_folder, **settings, adapter__start=first / "model"), second)
+    changed = {key: first / "model" if value == "FIRST" else value for key, value in changed.items()}
+    later = {key: value for key, value in {**settings, **changed, "run__steps": 4}.items() if value is not None}
+    with pytest.raises(UserError, match=said):
+        run.train(resolved(model_folder, **later), first, resume=True)
+
+
 def test_engine_and_trainer_have_one_adapter_in_storage_of_their_own(working_folder: Path, model_folder: Path):
     settings = resolved(model_folder, adapter__kind="tinylora").config
     parts = headway.in_process.compose(settings, run.chosen_objective(settings), None, lambda what: None)

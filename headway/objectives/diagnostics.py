@@ -12,35 +12,37 @@ ranks nor the order in which they come change any of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headway.objectives.buckets import buckets
 from headway.objectives.compose import TokenAux
 from headway.objectives.tokens import Tokens
 from headway.objectives.weights import MAX_LOG_RATIO, k3_of
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-FIRST_POSITION_BUCKET = 16
-"""Buckets of position are 0..15, 16..31, 32..63, 64..127 and so on, doubling."""
 
-_COLUMNS = ("log_ratio", "lag", "position", "advantage", "rollout", "entropy", "interpolation_error", "reference")
+_MEASURED = ("log_ratio", "lag", "position", "rollout", "entropy", "interpolation_error", "reference")
+_SEEN = ("lag", "position", "rollout", "advantage")
 
 
 class MismatchDiagnostics:
-    """Takes micro-batches of whole rollouts with `add`, gives the metrics of the whole batch with `result`."""
+    """Takes micro-batches of whole rollouts with `add` and `saw`, gives the metrics of the train step with `result`."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
+        self._measured: dict[str, list[Tensor]] = {name: [] for name in _MEASURED}
+        self._seen: dict[str, list[Tensor]] = {name: [] for name in _SEEN}
         self._acted: dict[str, list[Tensor]] = {}
 
     def add(self, logp_N: Tensor, tokens: Tokens, entropy_N: Tensor | None = None, aux: TokenAux | None = None) -> None:
-        """Count the tokens of one micro-batch.
+        """Measure the mismatch of one micro-batch's tokens, each of them once.
 
         logp_N: the trainer's log-probs before this train step; entropy_N: of the trainer's distribution, in nats; aux:
-        what the loss did to each token. Both are given for every micro-batch or for none.
+        what the loss did, for the error of an interpolated proximal policy.
         """
         mask_N = tokens.mask_N.cpu()
         assert not (tokens.lag_N.cpu()[mask_N] < 0).any(), "a token is newer than the weights it trains"
@@ -48,23 +50,27 @@ class MismatchDiagnostics:
         nothing_N = torch.full_like(mask_N, torch.nan, dtype=torch.float64)
         columns = {
             "log_ratio": _on_cpu(logp_N) - _on_cpu(tokens.behaviour_N),
-            "lag": tokens.lag_N,
-            "position": nothing_N if tokens.position_N is None else tokens.position_N,
-            "advantage": tokens.advantage_N,
-            "rollout": tokens.rollout_N,
+            **_places(tokens),
             "entropy": nothing_N if entropy_N is None else entropy_N,
             "interpolation_error": nothing_N if error_N is None else error_N,
             "reference": nothing_N if tokens.reference_N is None else _on_cpu(logp_N) - _on_cpu(tokens.reference_N),
         }
         for name, value_N in columns.items():
-            self._parts[name].append(_on_cpu(value_N)[mask_N])
-        for reason, acts_N in (aux.acted if aux else {}).items():
+            self._measured[name].append(_on_cpu(value_N)[mask_N])
+
+    def saw(self, tokens: Tokens, aux: TokenAux) -> None:
+        """Count what the loss did to each token of one micro-batch, once for every optimizer step that it is in."""
+        mask_N = tokens.mask_N.cpu()
+        for name, value_N in {**_places(tokens), "advantage": tokens.advantage_N}.items():
+            self._seen[name].append(_on_cpu(value_N)[mask_N])
+        for reason, acts_N in aux.acted.items():
             self._acted.setdefault(reason, []).append(acts_N.cpu()[mask_N])
 
     def result(self) -> dict[str, float]:
         """Metric -> value. A metric without tokens to measure is left out; none is nan.
 
-        "Tokens" are trained tokens whose log-ratio is finite; each is a denominator of 1.
+        "Tokens" are trained tokens whose log-ratio under the weights before the train step is known and finite; each is
+        a denominator of 1. "Seen tokens" are trained tokens, times the optimizer steps that each was in.
 
         | key | value | denominator |
         |---|---|---|
@@ -77,8 +83,9 @@ class MismatchDiagnostics:
         | `ess_share` | (sum w)^2 / (tokens * sum w^2), in (0, 1] | tokens |
         | `chi2_token` | mean of w^2, minus 1 | tokens |
         | `chi2_sequence` | mean of (product of a rollout's w)^2, minus 1 | rollouts with a token |
-        | `acted_share/REASON` | where that weight was cut or masked, or that clip stopped the gradient | tokens |
-        | `acted_share/REASON/positive`, `.../negative` | the same, by sign of A | tokens with A > 0, A < 0 |
+        | `perplexity_ratio` | perplexity under pi over that under mu, e^`mismatch_kl_k1` | tokens |
+        | `acted_share/REASON` | where that weight was cut or masked, or that clip stopped the gradient | seen tokens |
+        | `acted_share/REASON/positive`, `.../negative` | the same, by sign of A | seen tokens with A > 0, A < 0 |
         | `interpolation_error_mean`, `..._max` | of abs(log of the guessed over the true pi_prox) | tokens |
         | `reference_kl_k1`, `reference_kl_k3` | of KL(pi, ref), as if pi had sampled the tokens | tokens |
         | `entropy` | mean entropy | tokens with a finite entropy |
@@ -89,8 +96,9 @@ class MismatchDiagnostics:
         | `NAME/position_A_B` | of tokens at positions A to B of their rollout | its tokens |
 
         NAME: tokens, mismatch_kl_k1, mismatch_kl_k3, mismatch_reverse_kl_k1, mismatch_reverse_kl_k3, ess_share,
-        chi2_token, entropy and acted_share/REASON. w is clamped to e^±20, as it is in the loss; `mismatch_kl_k1` and
-        `max_abs_log_ratio` are not.
+        chi2_token, entropy, ratio_q01 ... ratio_q99, acted_share/REASON and its two signs. `chi2_sequence` is of whole
+        rollouts and has no parts. w is clamped to e^±20, as it is in the loss; `mismatch_kl_k1` and `max_abs_log_ratio`
+        are not.
 
         >>> w = torch.tensor([1.0, 1.0, 1.0, 5.0])
         >>> diagnostics = MismatchDiagnostics()
@@ -112,8 +120,10 @@ class MismatchDiagnostics:
         Source: KL estimators, Schulman 2020, "Approximating KL Divergence"; effective sample size, Kong 1992; chi^2 and
         its growth with length, Liu, Li et al. 2025, "When Speed Kills Stability".
         """
-        column = {name: torch.cat(parts) if parts else _NOTHING for name, parts in self._parts.items()}
-        acted = {reason: torch.cat(parts) for reason, parts in self._acted.items()}
+        return self._mismatch() | dict(self._acted_shares())
+
+    def _mismatch(self) -> dict[str, float]:
+        column = {name: torch.cat(parts) if parts else _NOTHING for name, parts in self._measured.items()}
         finite_N = column["log_ratio"].isfinite()
         metrics = {"tokens": float(finite_N.sum()), "nonfinite_tokens": float((~finite_N).sum())}
         if not finite_N.any():
@@ -121,18 +131,28 @@ class MismatchDiagnostics:
         # Sums depend on their order in the last bits: sorting takes away the order in which micro-batches came.
         kept = {name: value_N[finite_N] for name, value_N in column.items()}
         order_N = _order(kept)
-        table = _Table(
-            **{name: value_N[order_N] for name, value_N in kept.items()},
-            acted={reason: acts_N[finite_N][order_N] for reason, acts_N in acted.items()},
-        )
-        every_N = torch.ones(len(order_N), dtype=torch.bool)
-        metrics |= dict(_figures(table, every_N))
-        metrics |= _ratio_spread(table)
-        metrics |= dict(_by_sign(table))
-        for name, inside_N in (*_sources(table), *_lags(table), *_positions(table)):
+        table = _Table(**{name: value_N[order_N] for name, value_N in kept.items()})
+        metrics |= dict(_figures(table, torch.ones(len(order_N), dtype=torch.bool)))
+        metrics |= dict(_of_the_batch(table))
+        for name, inside_N in buckets(table.lag, table.position, table.rollout):
             metrics |= {f"{key}/{name}": value for key, value in _figures(table, inside_N)}
             metrics[f"tokens/{name}"] = float(inside_N.sum())
         return metrics
+
+    def _acted_shares(self) -> Iterator[tuple[str, float]]:
+        column = {name: torch.cat(parts) if parts else _NOTHING for name, parts in self._seen.items()}
+        acted = {reason: torch.cat(parts) for reason, parts in self._acted.items()}
+        if not len(column["lag"]) or not acted:
+            return
+        every_N = torch.ones(len(column["lag"]), dtype=torch.bool)
+        parts = [("", every_N), *buckets(column["lag"], column["position"], column["rollout"])]
+        signs = [("", every_N), ("/positive", column["advantage"] > 0), ("/negative", column["advantage"] < 0)]
+        for reason, acts_N in acted.items():
+            for part, inside_N in parts:
+                for sign, has_sign_N in signs:
+                    if (counted_N := inside_N & has_sign_N).any():
+                        name = f"acted_share/{reason}{sign}{'/' if part else ''}{part}"
+                        yield name, float(acts_N[counted_N].double().mean())
 
 
 _NOTHING = torch.zeros(0, dtype=torch.float64)
@@ -140,6 +160,13 @@ _NOTHING = torch.zeros(0, dtype=torch.float64)
 
 def _on_cpu(value_N: Tensor) -> Tensor:
     return value_N.detach().cpu().double()
+
+
+def _places(tokens: Tokens) -> dict[str, Tensor]:
+    """Where each token stands: what buckets go by."""
+    unknown_N = torch.full_like(tokens.lag_N, torch.nan, dtype=torch.float64)
+    position_N = unknown_N if tokens.position_N is None else tokens.position_N
+    return {"lag": tokens.lag_N, "position": position_N, "rollout": tokens.rollout_N}
 
 
 def _order(kept: Mapping[str, Tensor]) -> Tensor:
@@ -157,12 +184,10 @@ class _Table:
     log_ratio: Tensor
     lag: Tensor
     position: Tensor
-    advantage: Tensor
     rollout: Tensor
     entropy: Tensor
     interpolation_error: Tensor
     reference: Tensor
-    acted: Mapping[str, Tensor]
 
     @property
     def clamped(self) -> Tensor:
@@ -183,21 +208,16 @@ def _figures(table: _Table, inside_N: Tensor) -> Iterator[tuple[str, float]]:
     entropy_N = table.entropy[inside_N]
     if (known_N := entropy_N.isfinite()).any():
         yield "entropy", float(entropy_N[known_N].mean())
-    for reason, acts_N in table.acted.items():
-        yield f"acted_share/{reason}", float(acts_N[inside_N].double().mean())
+    yield from ((f"ratio_q{round(100 * share):02d}", _quantile(w_N, share)) for share in QUANTILES)
 
 
-def _ratio_spread(table: _Table) -> dict[str, float]:
-    ratio_N = table.clamped.exp()
-    quantiles = {f"ratio_q{round(100 * share):02d}": _quantile(ratio_N, share) for share in QUANTILES}
-    return {
-        "max_abs_log_ratio": float(table.log_ratio.abs().max()),
-        "ratio_min": float(ratio_N[0]),
-        **quantiles,
-        "ratio_max": float(ratio_N[-1]),
-        "chi2_sequence": _chi2_sequence(table),
-        **dict(_of_other_policies(table)),
-    }
+def _of_the_batch(table: _Table) -> Iterator[tuple[str, float]]:
+    yield "perplexity_ratio", math.exp(min(-float(table.log_ratio.mean()), 700.0))
+    yield "max_abs_log_ratio", float(table.log_ratio.abs().max())
+    yield "ratio_min", float(table.clamped[0].exp())
+    yield "ratio_max", float(table.clamped[-1].exp())
+    yield "chi2_sequence", _chi2_sequence(table)
+    yield from _of_other_policies(table)
 
 
 def _of_other_policies(table: _Table) -> Iterator[tuple[str, float]]:
@@ -225,41 +245,3 @@ def _quantile(sorted_N: Tensor, share: float) -> float:
     below = int(place)
     above = min(below + 1, len(sorted_N) - 1)
     return float(torch.lerp(sorted_N[below], sorted_N[above], place - below))
-
-
-def _by_sign(table: _Table) -> Iterator[tuple[str, float]]:
-    for sign, has_sign_N in (("positive", table.advantage > 0), ("negative", table.advantage < 0)):
-        if has_sign_N.any():
-            for reason, acts_N in table.acted.items():
-                yield f"acted_share/{reason}/{sign}", float(acts_N[has_sign_N].double().mean())
-
-
-def _sources(table: _Table) -> Iterator[tuple[str, Tensor]]:
-    """Where the mismatch can come from, as far as versions tell: no token is put down to a cause that is not sure."""
-    _, place_N = table.rollout.unique(return_inverse=True)
-    oldest_R = torch.zeros(int(place_N.max()) + 1, dtype=torch.float64)
-    oldest_N = oldest_R.scatter_reduce(0, place_N, table.lag, "amax")[place_N]
-    newest_N = table.lag == 0
-    for name, inside_N in (
-        ("numerics", oldest_N == 0),
-        ("stale_cache", newest_N & (oldest_N > 0)),
-        ("staleness", ~newest_N),
-    ):
-        if inside_N.any():
-            yield name, inside_N
-
-
-def _lags(table: _Table) -> Iterator[tuple[str, Tensor]]:
-    for lag in table.lag.unique().long().tolist():
-        yield f"lag_{lag}", table.lag == lag
-
-
-def _positions(table: _Table) -> Iterator[tuple[str, Tensor]]:
-    if table.position.isnan().any():
-        return
-    start, end = 0, FIRST_POSITION_BUCKET
-    while start <= int(table.position.max()):
-        inside_N = (table.position >= start) & (table.position < end)
-        if inside_N.any():
-            yield f"position_{start}_{end - 1}", inside_N
-        start, end = end, 2 * end

@@ -157,7 +157,10 @@ PRESETS: dict[str, Objective] = {
                 _policy(Clipped(), "token_mean"),
                 Term(loss=ClippedValue(), reduction="token_mean"),
             ),
-            notes=("gamma 1 is the practice for language models; the value loss has an optimizer of its own",),
+            notes=(
+                "gamma 1 is the practice for language models; the value loss has an optimizer of its own",
+                "means are over tokens, the time steps of the paper's minibatches",
+            ),
         ),
         Objective(
             name="decoupled_ppo",
@@ -248,7 +251,10 @@ PRESETS: dict[str, Objective] = {
             ),
             filters=("zero_variance",),
             retire_above=0.9,
-            notes=("its run-ahead of 8 with in-flight updates, and forced interruptions, belong to the schedule",),
+            notes=(
+                "its run-ahead of 8 with in-flight updates, and forced interruptions, belong to the schedule",
+                "the std is over all scored rollouts, those of groups without variance among them",
+            ),
         ),
         Objective(
             name="online_dpo",

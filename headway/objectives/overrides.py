@@ -222,6 +222,7 @@ def values(chosen: Objective) -> dict[str, Any]:
 
 def _values_of_term(term: Term) -> dict[str, Any]:
     own = {field.name: getattr(term.loss, field.name) for field in fields(term.loss) if field.name != "ratio"}
+    own = {key: 0.0 if value is None else value for key, value in own.items()}
     if isinstance(term.loss, ReferenceKL):
         own = {"kl_coefficient": term.coefficient, "kl_estimator": term.loss.estimator}
     if isinstance(term.loss, SquaredLogRatio):

@@ -424,10 +424,10 @@ class Objective:
         if needs_pairs != (self.advantage.name == "preference"):
             raise ValueError("the preference loss and the advantage preference belong together")
         # Another reward than the outcome would choose another pair than the one that is data; half a pair is none.
-        if needs_pairs and (self.reward_kl or self.overlong or self.advantage.whiten or "truncated" in self.filters):
+        if needs_pairs and (self.reward_kl or self.overlong or self.advantage.whiten or self.filters):
             raise ValueError(
                 f"{self.name} pairs the best outcome with the worst: leave out reward_kl, overlong_share, whiten and "
-                "the filter truncated"
+                "filters"
             )
 
     @property

@@ -92,10 +92,31 @@ def _stale_without_weight(objective: Objective, situation: Situation) -> Refusal
         return None
     return Refusal(
         f"with schedule.run_ahead above 0 the data are older than the weights they train, and {objective.name} has no "
-        "weight against the policy that sampled them: the update would be biased, and no metric of the loss would show "
-        "it",
+        f"weight against the policy that sampled them{_GEOMETRIC if _is_geometric(objective) else ''}: the update "
+        "would be biased, and no metric of the loss would show it",
         'add a correction (objective.corrections = ["tis"]), or set schedule.run_ahead to 0',
     )
+
+
+_GEOMETRIC = " (a geometric mean over an answer is none: it says how far the answer is, not how likely it was)"
+
+
+def _is_geometric(objective: Objective) -> bool:
+    ratios = [ratio for term in objective.terms for ratio in term.ratios]
+    return any(ratio.old == "behaviour" and "geometric" in ratio.level for ratio in ratios)
+
+
+def _steps_without_ratio(objective: Objective, situation: Situation) -> Refusal | None:
+    """From the second optimizer step on the data are not those of the current weights, as if they were stale."""
+    for term in objective.terms:
+        follows = any(ratio.new == "current" for ratio in term.ratios)
+        if situation.optimizer_steps > 1 and term.uses_advantage and not follows:
+            return Refusal(
+                f"with several optimizer steps on a batch, {objective.name} has no ratio of the current policy to the "
+                "one before the train step: all steps but the first would be biased",
+                "set train.optimizer_steps and train.passes to 1, or take an objective with such a ratio (grpo, cispo)",
+            )
+    return None
 
 
 def _unbounded_product(objective: Objective, situation: Situation) -> Refusal | None:
@@ -159,12 +180,13 @@ def _kl_without_gradient(objective: Objective, situation: Situation) -> Refusal 
 
 def _stale_kl(objective: Objective, situation: Situation) -> Refusal | None:
     for term in objective.terms:
-        if situation.stale and isinstance(term.loss, ReferenceKL) and not KL_ESTIMATORS[term.loss.estimator].corrected:
+        older = situation.stale or situation.optimizer_steps > 1
+        if older and isinstance(term.loss, ReferenceKL) and not KL_ESTIMATORS[term.loss.estimator].corrected:
+            why = "schedule.run_ahead above 0" if situation.stale else "several optimizer steps on a batch"
             return Refusal(
-                f"the KL estimator {term.loss.estimator} is right for samples of the policy it holds, and with "
-                "schedule.run_ahead above 0 they come from older ones",
-                "use objective.kl_estimator k2_corrected or k3_corrected, set objective.kl_coefficient to 0, or "
-                "schedule.run_ahead to 0",
+                f"the KL estimator {term.loss.estimator} is right for samples of the policy it holds, and with {why} "
+                "they come from older ones",
+                "use objective.kl_estimator k2_corrected or k3_corrected, or set objective.kl_coefficient to 0",
             )
     return None
 
@@ -219,6 +241,7 @@ RULES: tuple[Callable[[Objective, Situation], Refusal | None], ...] = (
     _greedy,
     _no_length,
     _stale_without_weight,
+    _steps_without_ratio,
     _unbounded_product,
     _counted_once_per_token,
     _weighted_twice,

@@ -65,6 +65,15 @@ def _metrics(groups: Sequence[Sequence[ScoredRollout]]) -> dict[str, Any]:
         "response_tokens_mean": fmean(lengths),
         "response_tokens_max": max(lengths),
         "truncated_share": fmean(rollout.finish == "length" for rollout in rollouts),
+        **_lengths_by_finish(rollouts),
+    }
+
+
+def _lengths_by_finish(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    reasons = sorted({rollout.finish for rollout in rollouts})
+    return {
+        f"response_tokens_mean/{reason}": fmean(len(r.tokens) for r in rollouts if r.finish == reason)
+        for reason in reasons
     }
 
 

@@ -81,11 +81,14 @@ class _TrainStep:
         self.log_ratios: list[list[float]] = [[] for _ in self.batch.rollouts]
 
     def optimizer_step(self, micro_batches: Sequence[MicroBatch], *, measured: bool) -> None:
-        """One of the policy and one of the critic. measured: the tokens are counted in the diagnostics."""
+        """One of the policy and one of the critic. measured: so is the mismatch of its tokens, which is done once; what
+        the loss did to them is counted every time.
+        """
         policy_loss = value_loss = 0.0
         for micro in micro_batches:
             result, aux = self._policy_pass(micro)
             policy_loss += result.loss or 0.0
+            self.diagnostics.saw(micro.tokens, aux)
             if measured:
                 self._measure(micro.tokens, result, aux)
             if self.objective.needs_critic:

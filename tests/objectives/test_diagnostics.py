@@ -48,8 +48,14 @@ def table(
 
 def measured(log_ratios: list[float], **columns: list[float]) -> dict[str, float]:
     diagnostics = MismatchDiagnostics()
-    diagnostics.add(*table(log_ratios, **columns))
+    count(diagnostics, log_ratios, **columns)
     return diagnostics.result()
+
+
+def count(diagnostics: MismatchDiagnostics, log_ratios: list[float], **columns: list[float]) -> None:
+    logp_N, tokens, entropy_N, aux = table(log_ratios, **columns)
+    diagnostics.add(logp_N, tokens, entropy_N, aux)
+    diagnostics.saw(tokens, aux)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,29 @@ def test_shares_by_reason_and_sign_of_the_advantage():
     assert metrics["acted_share/tis/negative"] == pytest.approx(2 / 3)
 
 
+def test_what_the_loss_did_is_counted_in_every_optimizer_step():
+    """Two passes over two tokens: the clip acts on one of them in the second pass alone, 1 of 4."""
+    diagnostics = MismatchDiagnostics()
+    logp_N, tokens, entropy_N, aux = table([0.0, 0.0], acted=[0, 0], advantage=[1, -1])
+    diagnostics.add(logp_N, tokens, entropy_N, aux)
+    diagnostics.saw(tokens, aux)
+    diagnostics.saw(tokens, table([0.0, 0.0], acted=[1, 0], advantage=[1, -1])[3])
+    metrics = diagnostics.result()
+    assert metrics["tokens"] == 2
+    assert metrics["acted_share/tis"] == 0.25
+    assert metrics["acted_share/tis/positive"] == 0.5
+    assert metrics["acted_share/tis/negative"] == 0
+
+
+def test_everything_but_whole_answers_is_given_by_lag_and_position():
+    metrics = measured([0.1, 0.2], lag=[0, 1], rollout=[0, 1], entropy=[1, 2], acted=[0, 1], advantage=[1, -1])
+    kinds = ("mismatch_kl_k1", "mismatch_reverse_kl_k3", "ess_share", "chi2_token", "entropy", "ratio_q50", "tokens")
+    for part in ("lag_0", "lag_1", "position_0_15", "numerics", "staleness"):
+        assert all(f"{kind}/{part}" in metrics for kind in (*kinds, "acted_share/tis"))
+    assert metrics["acted_share/tis/negative/lag_1"] == 1
+    assert metrics["perplexity_ratio"] == pytest.approx(math.exp(-0.15))
+
+
 def test_what_has_no_tokens_is_left_out():
     metrics = measured([1.0], acted=[1], advantage=[1])
     assert "acted_share/tis/negative" not in metrics
@@ -173,7 +202,7 @@ def test_no_split_and_no_order_changes_a_bit(order):
     whole = measured(**{key: [value for part in parts for value in part[key]] for key in parts[0]})
     split = MismatchDiagnostics()
     for number in order:
-        split.add(*table(**parts[number]))
+        count(split, **parts[number])
     assert split.result() == whole
 
 

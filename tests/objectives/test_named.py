@@ -293,7 +293,7 @@ TABLE: dict[str, tuple[Any, Iterable[str], Any, str]] = {
     "value_clip": (0.4, ["ppo"], lambda o: term_of(o, ClippedValue).loss.value_clip == 0.4, "value_clip does nothing"),
     "beta": (0.4, ["online_dpo"], lambda o: policy(o).loss.beta == 0.4, "beta does nothing"),
     "overlong_share": (0.3, but("online_dpo"), lambda o: o.overlong == Overlong(cache_share=0.3), "overlong_share"),
-    "filters": (("zero_variance",), EVERY, lambda o: o.filters == ("zero_variance",), ""),
+    "filters": (("zero_variance",), but("online_dpo"), lambda o: o.filters == ("zero_variance",), "and filters"),
     "retire_above": (0.8, EVERY, lambda o: o.retire_above == 0.8, ""),
     "self_normalise": (True, EVERY, lambda o: o.self_normalise, ""),
     "proximal": ("interpolated", EVERY, lambda o: o.proximal == "interpolated", ""),

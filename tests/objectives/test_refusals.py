@@ -148,3 +148,29 @@ def test_the_ratio_of_a_whole_answer_counts_once(reduction):
     loss = Clipped(ratio=Ratio(level="sequence"), dual_clip=3.0)
     chosen = replace(named("dapo"), terms=(Term(loss=loss, reduction=reduction),))
     assert "once per token" in reasons(chosen, SYNCHRONOUS)[0]
+
+
+SEVERAL = replace(SYNCHRONOUS, optimizer_steps=2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_several_optimizer_steps_need_a_ratio_that_follows_the_current_policy(name):
+    found = reasons(named(name, kl_coefficient=0 if name != "online_dpo" else None), SEVERAL)
+    if name in ("reinforce", "rloo"):
+        assert "all steps but the first would be biased" in found[0]
+    else:
+        assert found == []
+
+
+def test_several_optimizer_steps_need_a_corrected_kl():
+    assert "several optimizer steps" in reasons(named("grpo"), SEVERAL)[0]
+    assert reasons(named("grpo", kl_estimator="k3_corrected"), SEVERAL) == []
+
+
+def test_a_geometric_mean_at_the_sampling_policy_is_no_weight():
+    assert "a geometric mean over an answer is none" in reasons(named("gspo", anchor="behaviour"), STALE)[0]
+    assert reasons(named("gspo", corrections=["tis"]), STALE) == []
+
+
+def test_interpolation_needs_a_ratio_to_the_proximal_policy():
+    assert "has no ratio to the proximal policy" in reasons(named("kimi_k25", proximal="interpolated"), SEVERAL)[0]

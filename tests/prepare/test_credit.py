@@ -44,6 +44,9 @@ def test_metrics_by_hand():
         "response_tokens_mean": 2.0,
         "response_tokens_max": 4,
         "truncated_share": 0.5,
+        "response_tokens_mean/aborted": 0.0,
+        "response_tokens_mean/length": 3.5,
+        "response_tokens_mean/stop": 1.0,
     }
 
 

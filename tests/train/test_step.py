@@ -209,6 +209,17 @@ def test_every_pass_takes_every_part(passes):
     assert metrics["tokens"] == batch.metrics["trained_tokens"]
 
 
+def test_a_clip_that_acts_in_a_later_pass_is_counted():
+    """In the first pass every ratio to the weights before the step is 1, and no clip acts; it does later on."""
+    shares = []
+    for passes in (1, 4):
+        trainer = make_trainer(make_policy(), learning_rate=0.05)
+        batch = prepared(GRPO, many_groups(), passes=passes, trainer=trainer)
+        shares.append(train_step(trainer, None, GRPO, batch, passes=passes).metrics["acted_share/clip"])
+    assert shares[0] == 0
+    assert 0 < shares[1] < 1
+
+
 def test_the_schedule_counts_optimizer_steps():
     trainer = make_trainer(make_policy(), learning_rate=0.1, learning_rate_schedule="linear", num_steps=8)
     rates = []
