@@ -18,6 +18,7 @@ from experiments.side_by_side import Arm, Outcome, main_words, run_all
 
 STEPS = 12
 RECIPE = Path("recipes/smollm2-arithmetic.toml")
+SHARED = ("--run.steps", str(STEPS), "--evaluate.size", "200")
 _RATE = "--train.learning-rate"
 ARMS = (
     Arm("full", (_RATE, "2e-5")),
@@ -32,8 +33,7 @@ ARMS = (
 
 def main() -> None:
     out = main_words(sys.argv[1:], "python -m experiments.adapters [runs/adapters]")
-    shared = ["--run.steps", str(STEPS), "--evaluate.size", "200"]
-    outcomes = run_all(ARMS, RECIPE, out, shared)
+    outcomes = run_all(ARMS, RECIPE, out, SHARED)
     write(out / "index.html", "How few numbers are enough", _LEAD, list(_sections(outcomes)))
 
 

@@ -16,6 +16,12 @@ from experiments.side_by_side import RECIPE, Arm, Outcome, main_words, recipe_wi
 
 STEPS = 400
 LEARNING_RATE = "1e-3"
+SYNCHRONOUS_GRPO = ("--objective.name", "grpo", "--objective.kl-coefficient", "0", "--schedule.run-ahead", "0")
+SHARED = (
+    *SYNCHRONOUS_GRPO,
+    *("--run.steps", str(STEPS), "--train.learning-rate", LEARNING_RATE, "--evaluate.every", "0"),
+)
+JUDGE = ("--run.steps", "0", *SYNCHRONOUS_GRPO)
 FAULTS = {"2-bit": "bits=2", "soft-cap": "softcap=6"}
 CORRECTIONS = {"uncorrected": "", "tis": "tis", "mis": "mis"}
 
@@ -23,31 +29,17 @@ CORRECTIONS = {"uncorrected": "", "tis": "tis", "mis": "mis"}
 def main() -> None:
     out = main_words(sys.argv[1:], "python -m experiments.collapse [runs/collapse]")
     recipe = recipe_without("objective", RECIPE, out)
-    shared = ["--run.steps", str(STEPS), "--train.learning-rate", LEARNING_RATE, "--schedule.run-ahead", "0"]
-    shared += ["--objective.name", "grpo", "--objective.kl-coefficient", "0", "--evaluate.every", "0"]
-    outcomes = run_all(list(_arms()), recipe, out, shared)
-    exact = run_all([_judged(outcome, out) for outcome in outcomes], recipe, out / "exact", _JUDGE)
+    outcomes = run_all(list(arms()), recipe, out, SHARED)
+    exact = run_all([_judged(outcome, out) for outcome in outcomes], recipe, out / "exact", JUDGE)
     write(out / "index.html", "An engine that is not the trainer", _LEAD, list(_sections(outcomes, exact)))
 
 
-def _arms() -> Iterator[Arm]:
+def arms() -> Iterator[Arm]:
     yield Arm("mismatch-removed", (), ("experiments.wrong_engine", "exact"))
     for name, fault in FAULTS.items():
         for correction, words in CORRECTIONS.items():
             command = ("experiments.wrong_engine", fault)
             yield Arm(f"{name}-{correction}", ("--objective.corrections", words), command)
-
-
-_JUDGE = [
-    "--run.steps",
-    "0",
-    "--objective.name",
-    "grpo",
-    "--objective.kl-coefficient",
-    "0",
-    "--schedule.run-ahead",
-    "0",
-]
 
 
 def _judged(outcome: Outcome, out: Path) -> Arm:

@@ -14,14 +14,13 @@ from headway.objectives.named import PRESETS
 from headway.objectives.parts import KL_ESTIMATORS, Objective, ReferenceKL
 
 STEPS = 150
+SHARED = ("--run.steps", str(STEPS), "--evaluate.every", "0")
 
 
 def main() -> None:
     out = main_words(sys.argv[1:], "python -m experiments.objectives [runs/objectives]")
     recipe = recipe_without("objective", RECIPE, out)
-    outcomes = run_all(
-        [arm(name) for name in PRESETS], recipe, out, ["--run.steps", str(STEPS), "--evaluate.every", "0"]
-    )
+    outcomes = run_all([arm(name) for name in PRESETS], recipe, out, SHARED)
     write(out / "index.html", "Every objective on one task", _lead(outcomes), list(_sections(outcomes)))
 
 

@@ -21,6 +21,7 @@ STEPS = 150
 LEARNING_RATE = "1e-3"
 """Three times the quickstart's, so that the policy moves far in a version, and lag tells."""
 
+SHARED = ("--run.steps", str(STEPS), "--train.learning-rate", LEARNING_RATE, "--evaluate.every", "0")
 RUN_AHEAD = (0, 1, 2, 4, 8)
 OBJECTIVES = {
     "grpo-unsound": ("--objective.name", "grpo", "--objective.kl-coefficient", "0", "--objective.unsound", "true"),
@@ -33,14 +34,14 @@ OBJECTIVES = {
 def main() -> None:
     out = main_words(sys.argv[1:], "python -m experiments.staleness [runs/staleness]")
     recipe = recipe_without("objective", RECIPE, out)
-    shared = ["--run.steps", str(STEPS), "--train.learning-rate", LEARNING_RATE, "--evaluate.every", "0"]
-    arms = [
-        Arm(f"{name}-ahead-{ahead}", (*words, "--schedule.run-ahead", str(ahead)))
-        for name, words in OBJECTIVES.items()
-        for ahead in RUN_AHEAD
-    ]
-    outcomes = run_all(arms, recipe, out, shared)
+    outcomes = run_all(list(arms()), recipe, out, SHARED)
     write(out / "index.html", "What stale data cost", _LEAD, list(_sections(outcomes)))
+
+
+def arms() -> Iterator[Arm]:
+    for name, words in OBJECTIVES.items():
+        for ahead in RUN_AHEAD:
+            yield Arm(f"{name}-ahead-{ahead}", (*words, "--schedule.run-ahead", str(ahead)))
 
 
 _LEAD = (
