@@ -25,7 +25,10 @@ _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def _keys_help(sections: tuple[str, ...] | None = None) -> str:
     """Every key with its type, default and meaning, for the end of a command's help."""
-    lines = ["Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous:"]
+    lines = [
+        "Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous; words are separated "
+        "by commas:"
+    ]
     for key, info in settings.fields():
         if sections is None or key.split(".")[0] in sections:
             default = info.get_default(call_default_factory=True)
@@ -55,11 +58,12 @@ def simulate(
     timeline: Annotated[bool, typer.Option("--timeline", help="draw lanes and trainer as text")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as one JSON object")] = False,
 ) -> None:
-    """Run the schedule on virtual time: what a real run would wait for, without running it."""
+    """Run the schedule on virtual time."""
     from headway import run
     from headway.reports import summary, text_timeline
 
     resolved = settings.resolve(*_recipe_first(context.args))
+    _only(resolved, _SIMULATED, "headway simulate")
     events = run.simulate(resolved.config)
     figures = summary.summarise(events)
     if timeline:
@@ -100,21 +104,28 @@ def train(
     print(run.report(folder))
 
 
+def _only(resolved: settings.Resolved, sections: tuple[str, ...], command: str) -> None:
+    """A command refuses the settings that it would not look at."""
+    for key, origin in resolved.origins.items():
+        if origin == "command line" and key.split(".")[0] not in sections:
+            raise UserError(f"--{key} does nothing in {command}, which looks at {', '.join(sections)}; leave it out")
+
+
 def _some_recipe() -> str:
     return str(next(iter(sorted(Path("recipes").glob("*.toml"))), "recipes/quickstart.toml"))
 
 
 @app.command()
 def report(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")]) -> None:
-    """Write the page of a run, finished or not, and say how the run came out."""
+    """Write the page of a run, finished or not."""
     from headway import run
 
     print(run.report(run_folder))
 
 
-@app.command(context_settings=_OVERRIDES, options_metavar="[NAME] [--KEY VALUE ...]")
+@app.command(context_settings=_OVERRIDES, epilog=_keys_help(("objective",)), options_metavar="[NAME] [--KEY VALUE ...]")
 def objectives(context: typer.Context) -> None:
-    """List the objectives and corrections, or tell all of one: formula, source, parts, values, needs, refusals.
+    """List the objectives, or tell all of one.
 
     The settings of section objective may be given: headway objectives grpo --corrections tis --clip-high 0.28
     """
@@ -128,6 +139,7 @@ def objectives(context: typer.Context) -> None:
     if words[0].startswith("--"):
         raise UserError(f"which objective? headway objectives NAME {words[0]} ...; without a name they are listed")
     resolved = settings.resolve(None, ["--objective.name", *words])
+    _only(resolved, ("objective",), "headway objectives")
     print(describe.description(named_objective(resolved.config)))
 
 

@@ -230,7 +230,10 @@ class ObjectiveSettings(Section):
         default=(),
         description="weights for the gap to the policy that sampled: tis, tis:5, icepop:0.5:4 ...; headway objectives lists them",
     )
-    advantage: str | None = Field(default=None, description="how rewards become advantages")
+    advantage: str | None = Field(
+        default=None,
+        description="group_mean, group_mean_std, leave_one_out, group_mean_batch_std, batch_mean, reward, gae or preference",
+    )
     whiten: bool | None = Field(default=None, description="advantages to mean 0 and std 1 over the batch's tokens")
     gamma: float | None = Field(default=None, ge=0, le=1, description="discount of the advantage gae")
     lam: float | None = Field(default=None, ge=0, le=1, description="lambda of the advantage gae")
@@ -241,7 +244,10 @@ class ObjectiveSettings(Section):
     proximal: Literal["recomputed", "interpolated"] | None = Field(
         default=None, description="with several optimizer steps: by a forward pass, or guessed from versions (A-3PO)"
     )
-    reduction: str | None = Field(default=None, description="how per-token losses become one number")
+    reduction: str | None = Field(
+        default=None,
+        description="token_mean, rollout_mean_token_mean, rollout_mean_token_sum, constant or prompt_mean",
+    )
     length: int | None = Field(
         default=None, ge=1, description="constant of the reduction constant; default generate.max_new_tokens"
     )
@@ -251,7 +257,10 @@ class ObjectiveSettings(Section):
         default=None, ge=0, description="bound of the loss of negative advantages, above 1; 0: none"
     )
     kl_coefficient: float | None = Field(default=None, ge=0, description="of a KL term to the reference; 0: none")
-    kl_estimator: str | None = Field(default=None, description="of the KL term: k2, k3, k3_corrected ...")
+    kl_estimator: str | None = Field(
+        default=None,
+        description="of the KL term: k2, k3 or k3_value_k2_gradient; for data that are stale k1_corrected, k2_corrected or k3_corrected",
+    )
     reward_kl: float | None = Field(default=None, ge=0, description="KL taken off the reward of each token; 0: none")
     quadratic_coefficient: float | None = Field(default=None, gt=0, description="of a squared log-ratio (tau)")
     value_clip: float | None = Field(
@@ -267,7 +276,7 @@ class ObjectiveSettings(Section):
     retire_above: float | None = Field(
         default=None, ge=0, le=1, description="a prompt with this pass rate is not asked again; 0: none"
     )
-    self_normalise: bool | None = Field(default=None, description="divide weights by their mean over the batch")
+    self_normalise: bool | None = Field(default=None, description="divide weights by their mean over an optimizer step")
     unsound: bool = Field(
         default=False, description="train what is refused for a reason; every page of the run says so"
     )
@@ -287,10 +296,10 @@ class Train(Section):
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of the learning rate after warm-up"
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="of Adam's mean of gradients")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="of Adam's mean of squared gradients")
+    epsilon: float = Field(default=1e-8, gt=0, description="of Adam's divisor")
+    weight_decay: float = Field(default=0.0, ge=0, description="times the learning rate, off each weight in each step")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this global norm")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the trainer's matrix products; master weights and LM head stay float32"
@@ -328,7 +337,9 @@ class Schedule(Section):
     run_ahead: float = Field(
         default=1.0, ge=0, le=1e6, description="batches that generation may run ahead; 0 is synchronous"
     )
-    max_lag: int | None = Field(default=None, ge=0, description="rollouts whose lag reaches it are counted")
+    max_lag: int | None = Field(
+        default=None, ge=0, description="rollouts whose lag reaches it are counted, and trained all the same"
+    )
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Schedule:
@@ -376,10 +387,10 @@ class Simulate(Section):
         default="exponential",
         description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA, each of mean mean_length",
     )
-    mean_length: float = Field(default=1.0, gt=0, le=1e9)
-    train_time: float = Field(default=1.0, ge=0, le=1e9)
-    sync_time: float = Field(default=0.0, ge=0, le=1e9)
-    score_time: float = Field(default=0.0, ge=0, le=1e9)
+    mean_length: float = Field(default=1.0, gt=0, le=1e9, description="time a lane takes for a rollout, on average")
+    train_time: float = Field(default=1.0, ge=0, le=1e9, description="of a train step")
+    sync_time: float = Field(default=0.0, ge=0, le=1e9, description="from trained to published")
+    score_time: float = Field(default=0.0, ge=0, le=1e9, description="from the end of a rollout to its score")
     in_flight: Literal["pinned", "keep"] = Field(
         default="pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
     )

@@ -227,11 +227,12 @@ def describe(resolved: Resolved) -> str:
     config = resolved.config
     chosen = chosen_objective(config)
     schedule = config.schedule
+    batches = "1 batch" if schedule.run_ahead == 1 else f"{schedule.run_ahead:g} batches"
     return (
         f"{resolved.to_toml()}\n"
         f"# {config.run.steps} steps of {schedule.batch_size} rollouts "
         f"({schedule.batch_size // schedule.group_size} prompts x {schedule.group_size}), "
-        f"{config.generate.lanes} in flight, at most {schedule.run_ahead:g} batches ahead; {chosen.name} on "
+        f"{config.generate.lanes} in flight, at most {batches} ahead; {chosen.name} on "
         f"{config.model.path or 'no model: set model.path'} "
         f"with {config.data.source or 'no prompts: set data.source'}\n"
     )

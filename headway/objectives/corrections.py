@@ -83,7 +83,9 @@ def corrected(chosen: Objective, written: str) -> Objective:
     """`chosen` with a correction on its policy terms. Raises ValueError."""
     weights = correction(written)
     if not any(term.uses_advantage for term in chosen.terms):
-        raise ValueError(f"{chosen.name} has no importance ratio that {written} could correct; leave it out")
+        raise ValueError(
+            f"{chosen.name} has no importance ratio that {written} could correct: set objective.corrections to []"
+        )
     terms = tuple(
         replace(term, weights=(*term.weights, *weights)) if term.uses_advantage else term for term in chosen.terms
     )

@@ -54,7 +54,7 @@ def overview() -> str:
     lines += [f"  {name:<{width}}  {preset.source}" for name, preset in PRESETS.items()]
     lines += [
         "",
-        'corrections of the policy terms of any of them: objective.corrections = ["tis"], or "tis:5" for another bound',
+        'corrections, of any policy term: objective.corrections = ["tis"], or "tis:5" for another bound',
         "",
     ]
     lines += [f"  {name:<{width}}  {_product(weights)}" for name, weights in CORRECTIONS.items()]
@@ -88,7 +88,7 @@ def _formula(objective: Objective) -> Iterator[str]:
         of = " (of the critic)" if isinstance(term.loss, ClippedValue) else ""
         yield f"{sign}{factor}{REDUCTIONS[term.reduction][0]} of  {weights}{term.loss.formula}{of}"
     if objective.self_normalise:
-        yield "weights divided by their mean over the batch, in the sense of the term's reduction"
+        yield "weights divided by their mean over an optimizer step, in the sense of the term's reduction"
     yield from LEGEND
 
 
@@ -113,7 +113,7 @@ def _advantage(objective: Objective) -> Iterator[str]:
 
 def _term(term: Term) -> Iterator[str]:
     name = type(term.loss).__name__
-    yield f"{name}, per {term.level}: {type(term.loss).__doc__}".rstrip()
+    yield f"{name}, per {term.level}: {type(term.loss).__doc__}".rstrip().replace("`", "")
     if isinstance(term.loss, ReferenceKL):
         gives = KL_ESTIMATORS[term.loss.estimator]
         samples = "samples of any recorded policy" if gives.corrected else "samples of pi"

@@ -53,9 +53,7 @@ def _kl(estimator: KLEstimator, coefficient: float, reduction: ReductionName) ->
 
 _GRPO_ADVANTAGE = Advantage(name="group_mean_std")
 _CENTRED = Advantage(name="group_mean")
-_NO_REFILL = (
-    "zero-variance groups leave the batch; refilling it with other prompts (dynamic sampling) is the schedule's part"
-)
+_NO_REFILL = "zero-variance groups leave the batch; it is not refilled with other prompts (dynamic sampling)"
 
 PRESETS: dict[str, Objective] = {
     preset.name: preset
@@ -225,7 +223,7 @@ PRESETS: dict[str, Objective] = {
             ),
             notes=(
                 "the bounds are those of GLM-5's reasoning runs; here they count as inside",
-                "dropping samples that are too old is the schedule's max_lag; the optimizer is not reset",
+                "samples that are too old are not dropped, and the optimizer is not reset",
             ),
         ),
         Objective(

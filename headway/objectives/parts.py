@@ -250,7 +250,7 @@ class SquaredLogRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceKL:
-    """A per-token estimate of a KL divergence to the frozen reference: `KL_ESTIMATORS` says what each gives."""
+    """An estimate per token of a KL divergence to the frozen reference."""
 
     estimator: KLEstimator = "k2"
 
@@ -392,7 +392,8 @@ class Objective:
     source: paper and section; notes: what of it lies outside the loss, or is not from the source. reward_kl: how much
     of the k1 estimate of KL(pi_prox, ref) that comes off each token's reward. filters: which rollouts are no data.
     retire_above: a prompt whose pass rate reached it is not asked again. self_normalise: weights are divided by their
-    mean over the batch. length: the constant of the reduction `constant`, in tokens. unsound: refusals are overridden.
+    mean over an optimizer step. length: the constant of the reduction `constant`, in tokens. unsound: refusals are
+    overridden.
     """
 
     name: str

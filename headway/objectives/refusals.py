@@ -158,7 +158,7 @@ def _weighted_twice(objective: Objective, situation: Situation) -> Refusal | Non
             names = " and ".join(weight.name for weight in scaling) or "its ratio"
             return Refusal(
                 f"{objective.name} would be weighted twice against the same policy ({names}), which squares the ratio",
-                "keep one of them",
+                "keep one of them (objective.corrections = [] leaves out those of a recipe)",
             )
     return None
 
