@@ -26,8 +26,8 @@ _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 def _keys_help(sections: tuple[str, ...] | None = None) -> str:
     """Every key with its type, default and meaning, for the end of a command's help."""
     lines = [
-        "Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous; words are separated "
-        "by commas:"
+        "Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous; words are "
+        "separated by commas:"
     ]
     for key, info in settings.fields():
         if sections is None or key.split(".")[0] in sections:

@@ -1,4 +1,4 @@
-"""The arms of the experiments are runs that Headway accepts, and their pages can be written. Running them is for people."""
+"""The experiments' arms are runs that Headway accepts, and their pages can be written. Running them is for people."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ class Advantage:
             "group_mean_batch_std": "(r - mean of the group) / (std of those over the batch, ddof 1, + 1e-6)",
             "batch_mean": "r - mean of the batch",
             "reward": "r",
-            "gae": f"sum_l ({self.gamma:g} {self.lam:g})^l delta_(t+l), delta_t = r_t + {self.gamma:g} V_(t+1) - V_t",
+            "gae": f"sum_l ({self.gamma:g} x {self.lam:g})^l delta_(t+l), delta_t = r_t + {self.gamma:g} V_(t+1) - V_t",
             "preference": "+1 for the best rollout of a group, -1 for the worst, 0 for the rest",
         }[self.name]
         return f"whitened over the batch's tokens: {raw}" if self.whiten else raw
