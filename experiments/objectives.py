@@ -26,18 +26,22 @@ def main() -> None:
 
 def arm(name: str) -> Arm:
     """An objective, with what a batch of lag demands of it beside its own values."""
-    words = [word for key, value in _demanded(PRESETS[name]).items() for word in (f"--{key}", value)]
+    words = [word for key, value in _beside(PRESETS[name]).items() for word in (f"--{key}", value)]
     return Arm(name, ("--objective.name", name, *words))
 
 
-def _demanded(preset: Objective) -> dict[str, str]:
-    demanded = {} if preset.corrects_behaviour else {"objective.corrections": "tis"}
+def _beside(preset: Objective) -> dict[str, str]:
+    critic = {"critic.value_learning_rate": "1e-3", "critic.value_warmup_steps": "5"} if preset.needs_critic else {}
+    return {**demanded(preset), **critic}
+
+
+def demanded(preset: Objective) -> dict[str, str]:
+    """Settings without which data that are older than the weights, or several optimizer steps, are refused."""
+    settings = {} if preset.corrects_behaviour else {"objective.corrections": "tis"}
     for term in preset.terms:
         if isinstance(term.loss, ReferenceKL) and not KL_ESTIMATORS[term.loss.estimator].corrected:
-            demanded["objective.kl-estimator"] = f"{term.loss.estimator}_corrected"
-    if preset.needs_critic:
-        demanded |= {"value-learning-rate": "1e-3", "value-warmup-steps": "5"}
-    return demanded
+            settings["objective.kl_estimator"] = f"{term.loss.estimator}_corrected"
+    return settings
 
 
 def _lead(outcomes: list[Outcome]) -> str:
@@ -81,8 +85,8 @@ _HEAD = (
 def _row(outcome: Outcome) -> tuple[str, ...]:
     if outcome.failure:
         return (outcome.arm.name, outcome.failure, *[""] * 6)
-    demanded = _demanded(PRESETS[outcome.arm.name]).items()
-    words = ", ".join(f"{key.removeprefix('objective.')} {value}" for key, value in demanded)
+    beside = _beside(PRESETS[outcome.arm.name]).items()
+    words = ", ".join(f"{key.split('.')[1]} {value}" for key, value in beside)
     acted = [name for name in outcome.rows[1] if name.startswith("acted_share/") and name.count("/") == 1]
     return (
         outcome.arm.name,

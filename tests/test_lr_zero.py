@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from experiments.objectives import demanded
 from headway import clock, config, run
 from headway.in_process import InProcessStages, Parts, compose
 from headway.models.weights import fingerprint
 from headway.objectives.named import PRESETS
-from headway.objectives.parts import KL_ESTIMATORS, Objective, ReferenceKL
 from headway.reports.folder import RunFolder
 from headway.trace import Event, Trace
 from headway.types import Prompt, Score
@@ -101,15 +101,6 @@ def play(tmp_path: Path, settings: config.Config) -> Played:
 
     hashes = clock.run(program())
     return Played(parts, start, hashes, [event["metrics"] for event in events if event.kind == "trained"])
-
-
-def demanded(preset: Objective) -> dict[str, object]:
-    """What data of lag 1, or several optimizer steps, demand of an objective beside its own values."""
-    settings: dict[str, object] = {} if preset.corrects_behaviour else {"objective__corrections": "tis"}
-    for term in preset.terms:
-        if isinstance(term.loss, ReferenceKL) and not KL_ESTIMATORS[term.loss.estimator].corrected:
-            settings["objective__kl_estimator"] = f"{term.loss.estimator}_corrected"
-    return settings
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
