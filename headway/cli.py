@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -39,6 +40,7 @@ def _keys_help(sections: tuple[str, ...] | None = None) -> str:
 
 
 _SIMULATED = ("run", "generate", "schedule", "evaluate", "simulate")
+_USUAL_SWEEP = "run_ahead=0..8"
 
 
 def _recipe_first(words: list[str]) -> tuple[Path | None, list[str]]:
@@ -56,22 +58,140 @@ def _commands() -> None: ...
 def simulate(
     context: typer.Context,
     timeline: Annotated[bool, typer.Option("--timeline", help="draw lanes and trainer as text")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as one JSON object")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the figures as one JSON object; of a sweep, as a list of them")
+    ] = False,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUES",
+            help="one run for each value, as in run_ahead=0..8, window=1..64..8 or order=finished,started; several "
+            "multiply",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help=f"write a page of pictures with controls that choose a run; without --sweep, of {_USUAL_SWEEP}",
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="a recorded run again, with the lengths and times of its trace"),
+    ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEEDS",
+            help="scenarios of crashes and other faults by their seeds, as in 0..999, each played and audited; of one "
+            "seed, as in 17, all that happened",
+        ),
+    ] = None,
 ) -> None:
-    """Run the schedule on virtual time."""
-    from headway import run
-    from headway.reports import summary, text_timeline
+    """Run the schedule on virtual time.
 
-    resolved = settings.resolve(*_recipe_first(context.args))
-    _only(resolved, _SIMULATED, "headway simulate")
-    events = run.simulate(resolved.config)
-    figures = summary.summarise(events)
+    With --replay RUN: what would that run have given under another schedule?
+    """
+    if faults:
+        if context.args or timeline or as_json or sweeps or page or replay:
+            raise UserError("--faults draws every setting from its seeds; leave the others out")
+        _try_faults(faults)
+        return
+    recipe, overrides = _recipe_first(context.args)
+    if replay:
+        recipe = _recipe_of(replay, recipe)
+    if sweeps or page:
+        if timeline:
+            raise UserError("--timeline draws one run; leave it out, or --sweep and --page")
+        _sweep(recipe, overrides, sweeps or [], replay, page, as_json=as_json)
+    else:
+        _simulate_one(recipe, overrides, replay, timeline=timeline, as_json=as_json)
+
+
+def _try_faults(spec: str) -> None:
+    """Exit status 1 if a rule was broken."""
+    from headway import run
+    from headway.simulate.trial import Tally, parse_seeds
+
+    seeds, tally = parse_seeds(spec), Tally()
+    for trial in run.try_faults(seeds):
+        tally.count(trial)
+        if len(seeds) == 1:
+            print(trial)
+        elif trial.problems:
+            print(trial.failure)
+        if tally.num % 100 == 0:
+            print(f"{tally.num} of {len(seeds)} scenarios, {len(tally.failed)} failed", file=sys.stderr)
+    if len(seeds) > 1:
+        print(tally)
+    if tally.failed:
+        raise SystemExit(1)
+
+
+def _recipe_of(replayed: Path, recipe: Path | None) -> Path:
+    """The configuration of the run that is replayed."""
+    if recipe:
+        raise UserError(f"--replay {replayed} brings its own recipe; leave {recipe} out")
+    if not (replayed / "config.toml").is_file():
+        raise UserError(f"there is no run to replay in {replayed}: it holds no config.toml")
+    return replayed / "config.toml"
+
+
+def _simulate_one(
+    recipe: Path | None, overrides: list[str], replayed: Path | None, *, timeline: bool, as_json: bool
+) -> None:
+    from headway import run
+    from headway.reports import summary, text_timeline, wording
+
+    config = _simulated_config(recipe, overrides, replayed)
+    events = run.replay(replayed, overrides) if replayed else run.simulate(config)
+    figures = summary.summarise(events, config.simulate.skip_steps)
     if timeline:
         print(text_timeline.render(summary.timeline(events)))
+    print(json.dumps(figures, allow_nan=False) if as_json else wording.simulated(figures, run.bound(config).why))
+
+
+def _simulated_config(recipe: Path | None, overrides: list[str], replayed: Path | None) -> settings.Config:
+    resolved = settings.resolve(recipe, overrides)
+    if not replayed:  # a replay looks at others, and says so
+        _only(resolved.origins, _SIMULATED, "headway simulate")
+    return resolved.config
+
+
+def _sweep(
+    recipe: Path | None,
+    overrides: list[str],
+    sweeps: list[str],
+    replayed: Path | None,
+    page: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from headway import sweep
+    from headway.reports import sweep_table
+
+    swept = sweep.parse(sweeps or [_USUAL_SWEEP])
+    jobs = sweep.jobs(recipe, overrides, swept, replayed=replayed, for_page=page is not None)
+    if not replayed:
+        _only(jobs[0].resolved.origins, _SIMULATED, "headway simulate")
+    if page and not page.absolute().parent.is_dir():
+        raise UserError(f"--page {page}: there is no folder {page.parent}")
+    if not sweeps:
+        print(f"--page without --sweep: of {_USUAL_SWEEP}", file=sys.stderr)
+    with sweep_table.progress(len(jobs)) as done:
+        runs = sweep.simulate(jobs, done)
     if as_json:
-        print(json.dumps(figures, allow_nan=False))
+        print(json.dumps([run.to_json() for run in runs], allow_nan=False))
     else:
-        print(summary_line(figures))
+        sweep_table.show(runs, sys.stdout)
+    if page:
+        from headway.reports import simulation_page
+
+        chosen = sweep.without_sweep(jobs, recipe, overrides)
+        simulation_page.write(page, runs, chosen, jobs[chosen].resolved, replayed=replayed)
+        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_keys_help(), options_metavar="RECIPE [OPTIONS]")
@@ -104,9 +224,9 @@ def train(
     print(run.report(folder))
 
 
-def _only(resolved: settings.Resolved, sections: tuple[str, ...], command: str) -> None:
+def _only(origins: Mapping[str, settings.Origin], sections: tuple[str, ...], command: str) -> None:
     """A command refuses the settings that it would not look at."""
-    for key, origin in resolved.origins.items():
+    for key, origin in origins.items():
         if origin == "command line" and key.split(".")[0] not in sections:
             raise UserError(f"--{key} does nothing in {command}, which looks at {', '.join(sections)}; leave it out")
 
@@ -121,6 +241,19 @@ def report(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="the f
     from headway import run
 
     print(run.report(run_folder))
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run")],
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="where to; default RUN/trace.perfetto.json")
+    ] = None,
+) -> None:
+    """Write the trace of a run, real or simulated, for ui.perfetto.dev and chrome://tracing."""
+    from headway import run
+
+    print(run.export(run_folder, perfetto))
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_keys_help(("objective",)), options_metavar="[NAME] [--KEY VALUE ...]")
@@ -139,16 +272,8 @@ def objectives(context: typer.Context) -> None:
     if words[0].startswith("--"):
         raise UserError(f"which objective? headway objectives NAME {words[0]} ...; without a name they are listed")
     resolved = settings.resolve(None, ["--objective.name", *words])
-    _only(resolved, ("objective",), "headway objectives")
+    _only(resolved.origins, ("objective",), "headway objectives")
     print(describe.description(named_objective(resolved.config)))
-
-
-def summary_line(figures: dict[str, Any]) -> str:
-    return (
-        f"total {figures['total']:g}  lane utilisation {figures['lane_utilization']:.1%}  "
-        f"trainer utilisation {figures['trainer_utilization']:.1%}  throughput {figures['throughput']:.4g}  "
-        f"lag mean {figures['mean_lag']:.3g} max {figures['max_lag']}"
-    )
 
 
 def main() -> None:

@@ -327,18 +327,78 @@ class Sync(Section):
     """How new weights reach the engine."""
 
     verify: bool = Field(default=True, description="compare a hash of the weights on both sides after every sync")
+    resend_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="weights without an acknowledgement by then are sent again, up to three times in all",
+    )
 
 
 class Schedule(Section):
-    """How far generation may run ahead of training."""
+    """How far generation may run ahead of training, in which order it is trained, and what becomes of what is late."""
 
     batch_size: int = Field(default=32, ge=1, description="rollouts per train step")
     group_size: int = Field(default=1, ge=1, description="rollouts per prompt")
     run_ahead: float = Field(
         default=1.0, ge=0, le=1e6, description="batches that generation may run ahead; 0 is synchronous"
     )
+    order: Literal["finished", "started", "window"] = Field(
+        default="finished",
+        description="of training: first finished first, in order of start, or first finished among the oldest groups",
+    )
+    window: int | None = Field(default=None, ge=1, description="of order window: how many of the oldest groups")
     max_lag: int | None = Field(
-        default=None, ge=0, description="rollouts whose lag reaches it are counted, and trained all the same"
+        default=None,
+        ge=0,
+        description="versions that a rollout may lag; what exceeds it is counted, and see stragglers",
+    )
+    stragglers: Strings = Field(
+        default=(),
+        description="at max_lag: drop finished groups above it; interrupt or restart unfinished ones that reach it; default accept",
+    )
+    max_restarts: int | None = Field(
+        default=None,
+        ge=1,
+        description="of stragglers restart: times a group begins again, then it is interrupted; default 1",
+    )
+    in_flight: Literal["keep", "recompute", "drain", "restart", "pinned"] | None = Field(
+        default=None,
+        description="new weights and rollouts in flight: go on (keep), and with a new cache (recompute), end first (drain), begin again (restart), go on with the old weights (pinned: simulation only, its default); default keep",
+    )
+    overlap: bool = Field(
+        default=True, description="rollouts go on while a batch is trained; false: they pause until its weights are out"
+    )
+    iteration_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a rollout may sample at a stretch; then it pauses until the next version",
+    )
+    redundant: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts per prompt beyond group_size; a group is done when group_size of them are",
+    )
+    surplus: Literal["abort", "keep"] | None = Field(
+        default=None,
+        description="redundant rollouts that aren't done by then: aborted (the default), or trained if they end in time",
+    )
+    dynamic_sampling: bool = Field(
+        default=False, description="replace groups in which all answers earn the same (DAPO, arXiv 2503.14476)"
+    )
+    max_filtered: int | None = Field(
+        default=None,
+        ge=1,
+        description="of dynamic_sampling: batches of groups replaced for one step before the run stops; default 10",
+    )
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="time in a lane after which a rollout is interrupted; after twice that it is lost",
+    )
+    max_lost: int = Field(
+        default=3,
+        ge=0,
+        description="times that a rollout which the engine has lost begins again, before it is given up",
     )
 
     @model_validator(mode="after")
@@ -350,6 +410,65 @@ class Schedule(Section):
                 f"batch_size {self.batch_size} is no multiple of group_size {self.group_size}; try batch_size {nearest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _sensible_together(self) -> Schedule:
+        for nonsense, reason in self._refusals():
+            if nonsense:
+                raise ValueError(reason)
+        return self
+
+    def _refusals(self) -> Iterator[tuple[bool, str]]:
+        """Combinations that make no sense, and why."""
+        stragglers = set(self.stragglers) - {"accept"}
+        unknown = [word for word in self.stragglers if word not in STRAGGLERS]
+        near = did_you_mean(*nearest(unknown[0], STRAGGLERS)) if unknown else ""
+        yield bool(unknown), f"stragglers {' '.join(unknown[:1])} is none of {', '.join(STRAGGLERS)}{near}"
+        yield "accept" in self.stragglers and bool(stragglers), "stragglers accept goes with no other policy"
+        yield (
+            {"interrupt", "restart"} <= stragglers,
+            "stragglers interrupt and restart can't both act on one group; restart interrupts after max_restarts",
+        )
+        yield (
+            bool(stragglers) and self.max_lag is None,
+            f"stragglers {','.join(self.stragglers)} acts at max_lag, which is not set",
+        )
+        yield (
+            self.max_restarts is not None and "restart" not in stragglers,
+            "max_restarts does nothing without stragglers restart",
+        )
+        yield self.order == "window" and self.window is None, "order window needs window, a number of groups"
+        yield self.order != "window" and self.window is not None, f"window does nothing with order {self.order}"
+        yield (
+            self.in_flight == "drain" and bool(stragglers & {"interrupt", "restart"}),
+            "with in_flight drain no rollout in flight is older than the weights, so stragglers have nothing to "
+            "interrupt or restart",
+        )
+        yield (
+            self.in_flight == "drain" and not self.overlap,
+            "in_flight drain waits for rollouts that overlap = false has paused until after; take in_flight keep",
+        )
+        yield (
+            self.in_flight in ("drain", "restart") and self.iteration_tokens is not None,
+            f"iteration_tokens pauses rollouts until there are new weights, and in_flight {self.in_flight} lets none "
+            "outlive them; take in_flight keep or recompute",
+        )
+        yield (
+            self.surplus is not None and not self.redundant,
+            "surplus does nothing without redundant rollouts",
+        )
+        yield (
+            self.dynamic_sampling and self.group_size == 1,
+            "dynamic_sampling compares the answers of a group that are trained, and group_size is 1",
+        )
+        yield (
+            self.max_filtered is not None and not self.dynamic_sampling,
+            "max_filtered does nothing without dynamic_sampling",
+        )
+
+
+STRAGGLERS = ("accept", "drop", "interrupt", "restart")
+"""What schedule.stragglers may hold."""
 
 
 class Evaluate(Section):
@@ -374,26 +493,106 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
 
 
+SINKS = ("tensorboard", "wandb", "trackio")
+
+
 class Report(Section):
     """What a run leaves for people."""
 
     rollouts_per_step: int = Field(default=2, ge=0, description="trained rollouts written out per step")
+    sinks: Strings = Field(
+        default=(),
+        description="where metrics go besides the run's folder: tensorboard, wandb (offline unless WANDB_MODE is set), trackio; each an extra",
+    )
+
+    @field_validator("sinks")
+    @classmethod
+    def _known_sinks(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        for word in words:
+            if word not in SINKS:
+                raise ValueError(f"{word} is none of {', '.join(SINKS)}{did_you_mean(*nearest(word, SINKS))}")
+        return tuple(dict.fromkeys(words))
 
 
 class Simulate(Section):
-    """The doubles of the five verbs on virtual time. Times are in units of your choice."""
+    """The doubles of the five verbs on virtual time. Times are in units of your choice; with a roofline, in seconds."""
 
     lengths: str = Field(
         default="exponential",
-        description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA, each of mean mean_length",
+        description="1,3,1 (the last one repeats), constant, exponential or lognormal:SIGMA (of mean mean_length), file:PATH (one per line), or run:RUN (tokens of a run's rollouts)",
     )
-    mean_length: float = Field(default=1.0, gt=0, le=1e9, description="time a lane takes for a rollout, on average")
+    mean_length: float = Field(
+        default=1.0,
+        gt=0,
+        le=1e9,
+        description="of rollouts, before longest cuts them: time that a lane takes, or tokens with a roofline",
+    )
+    longest: float | None = Field(default=None, gt=0, description="where a rollout ends at the latest; default nowhere")
+    engine: Literal["lanes", "roofline"] = Field(
+        default="lanes",
+        description="lanes: one token per lane and unit of time; roofline: a decode step takes overhead_s + (weight_bytes + kv_bytes_per_token x tokens in all caches) / bandwidth_bytes_per_s",
+    )
+    overhead_s: float | None = Field(
+        default=None, ge=0, description="of a roofline: of a decode step, for launching and sampling; default 0.001"
+    )
+    weight_bytes: float | None = Field(
+        default=None,
+        gt=0,
+        description="of a roofline: read in every decode step; default 3087428608, Qwen2.5-1.5B in bf16 (1543714304 parameters)",
+    )
+    kv_bytes_per_token: float | None = Field(
+        default=None,
+        ge=0,
+        description="of a roofline: 2 x layers x KV heads x head size x bytes; default 28672, Qwen2.5-1.5B in bf16",
+    )
+    bandwidth_bytes_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="of a roofline: in use, about 0.8 of the vendor's; default 2.68e12, an H100 SXM (3.35e12)",
+    )
+    prompt_tokens: float | None = Field(
+        default=None, ge=0, description="of every prompt, in its cache from the start; default 0"
+    )
+    prefill_tokens_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="of prompts, of rollouts that go on, and of all in flight where new weights recompute; default no time",
+    )
     train_time: float = Field(default=1.0, ge=0, le=1e9, description="of a train step")
     sync_time: float = Field(default=0.0, ge=0, le=1e9, description="from trained to published")
     score_time: float = Field(default=0.0, ge=0, le=1e9, description="from the end of a rollout to its score")
-    in_flight: Literal["pinned", "keep"] = Field(
-        default="pinned", description="a rollout keeps the weights it began with, or takes new ones at once"
+    skip_steps: int = Field(
+        default=0, ge=0, description="first train steps that the figures leave out, to show the steady state"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_engine(cls, given: Any) -> Any:
+        """Fill in what a roofline takes, and refuse what the engine would ignore."""
+        if not isinstance(given, dict):
+            return given  # and pydantic says so
+        engine = given.get("engine", "lanes")
+        values = {name: value for name, value in given.items() if value is not None}
+        if engine == "roofline":
+            return {**ROOFLINE, **values}
+        ignored = set(ROOFLINE) - ({"prompt_tokens"} if "prefill_tokens_per_s" in values else set())
+        for name in values:
+            if name in ignored and engine == "lanes":
+                raise ValueError(
+                    f"simulate.{name} does nothing with simulate.engine lanes; leave it out, or set simulate.engine to "
+                    "roofline"
+                )
+        return values
+
+
+ROOFLINE: dict[str, float] = {
+    "overhead_s": 0.001,
+    "weight_bytes": 3_087_428_608,
+    "kv_bytes_per_token": 28_672,
+    "bandwidth_bytes_per_s": 2.68e12,
+    "prompt_tokens": 0,
+}
+"""The keys of simulate.engine roofline, and their values where they are not given: Qwen2.5-1.5B on an H100 SXM."""
 
 
 class Config(Section):
@@ -526,12 +725,13 @@ def _override_values(words: Sequence[str]) -> dict[str, str]:
             if position == len(words) or words[position].startswith("--"):
                 raise UserError(f"{word} needs a value, as in {word} VALUE")
             value = words[position]
-        values[_full_key(flag)] = value
+        values[full_key(flag)] = value
         position += 1
     return values
 
 
-def _full_key(flag: str) -> str:
+def full_key(flag: str) -> str:
+    """`--run-ahead` without its dashes -> schedule.run_ahead. Raises UserError for an unknown or ambiguous key."""
     key = flag.replace("-", "_")
     if key in KEYS:
         return key

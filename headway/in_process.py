@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 
 from headway.batch import Batch
-from headway.checkpoint import Checkpoint, write_checkpoint
+from headway.checkpoint import Checkpoint, KeptRollout, write_checkpoint
 from headway.config import Config
 from headway.data import PromptSource, load_items, split_items
 from headway.generate.canary import Canaries, CanarySettings
-from headway.generate.episode import Episodes, Sampling
+from headway.generate.episode import Episodes, Sampling, generated
 from headway.generate.torch_engine import TorchEngine
 from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
 from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
@@ -32,7 +32,7 @@ from headway.prepare.prepare import prepare_batch
 from headway.render import end_ids, render_prompts
 from headway.reports.folder import RunFolder
 from headway.score import make_scorer
-from headway.stages import Generated, Scored, Scorer, Ticket, Trained
+from headway.stages import Generated, Restored, Scored, Scorer, Ticket, Trained
 from headway.sync.memory import MemorySync
 from headway.train.critic import LocalCritic
 from headway.train.local import LocalTrainer
@@ -48,6 +48,8 @@ class Parts:
 
     critic: None where the objective needs none. reference_hash: of the frozen copy of the base that the objective
     compares with; None where there is none, or where it is the trainer's policy without what its adapter has learned.
+    version, restored: where the run begins, and the rollouts that the checkpoint holds; bound_from: the first group, in
+    order of start, that started under the rules of this run.
     """
 
     config: Config
@@ -66,6 +68,8 @@ class Parts:
     sampling: Sampling
     evaluation: Sampling
     version: int
+    restored: list[Restored]
+    bound_from: int
 
     @asynccontextmanager
     async def stages(self, folder: RunFolder) -> AsyncIterator[InProcessStages]:
@@ -108,8 +112,10 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     reference_hash = fingerprint(reference.weights()) if reference else None
     trainer = _trainer(config, trainer_policy, reference, trainer_cores)
     critic = _critic(config, objective, trainer_cores)
+    restored: list[Restored] = []
     if checkpoint:
         _check_resume(source, config, reference_hash, checkpoint)
+        restored = [_restored(kept) for kept in checkpoint.rollouts(source.at)]
         trainer.load(checkpoint.folder)
         if critic:
             critic.load(checkpoint.folder)
@@ -130,6 +136,8 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         sampling=sampling,
         evaluation=evaluation,
         version=checkpoint.progress["version"] if checkpoint else 0,
+        restored=restored,
+        bound_from=_bound_from(config, checkpoint.progress) if checkpoint else 0,
     )
 
 
@@ -203,10 +211,27 @@ def _critic(config: Config, objective: Objective, cores: Cores) -> LocalCritic |
     )
 
 
+def _restored(kept: KeptRollout) -> Restored:
+    rollout, score = kept.rollout, kept.score
+    scored = Scored(ScoredRollout(rollout, score), score.outcome, score.reward) if score else None
+    return Restored(kept.group, rollout.member, kept.version, generated(rollout), scored)
+
+
+def _bound_from(config: Config, progress: Mapping[str, Any]) -> int:
+    """What had started under another schedule may be older than the bound of this one allows."""
+    same = progress["schedule"] == config.schedule.model_dump(mode="json")
+    return progress["bound_from"] if same else progress["next_order"]
+
+
 def _check_resume(source: PromptSource, config: Config, reference_hash: str | None, checkpoint: Checkpoint) -> None:
     """Groups are counted in batches, prompts by group, rewards against the reference: none of it may have changed."""
-    for name in ("batch_size", "group_size"):
-        before, now = checkpoint.progress.get(name), getattr(config.schedule, name)
+    if "active" not in checkpoint.progress:
+        raise UserError(
+            f"{checkpoint.folder} was written by an older Headway, which kept no account of unfinished groups: resume "
+            "with that one, or start a new run"
+        )
+    for name in ("batch_size", "group_size", "redundant"):
+        before, now = checkpoint.progress["schedule"][name], getattr(config.schedule, name)
         if before != now:
             raise UserError(
                 f"schedule.{name} is {now}, and was {before} in the run that wrote {checkpoint.folder}: resume with "
@@ -266,7 +291,9 @@ class InProcessStages:
         self._episodes = Episodes(
             self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
         )
-        self._sync = MemorySync(self._engine, config.sync.verify)
+        self._sync = MemorySync(
+            self._engine, verify=config.sync.verify, recompute=config.schedule.in_flight == "recompute"
+        )
 
     async def catch_up(self) -> None:
         """Hand a resumed run's weights to its engine, and start the canaries of the version it begins with."""
@@ -276,6 +303,9 @@ class InProcessStages:
 
     async def generate(self, ticket: Ticket) -> Generated:
         return await self._episodes.generate(ticket)
+
+    def stop(self, ticket: Ticket) -> None:
+        self._episodes.stop(ticket)
 
     async def score(self, ticket: Ticket, rollout: Rollout) -> Scored:
         score = await self._parts.scorer.score(rollout.prompt, rollout.text)
@@ -353,7 +383,7 @@ class InProcessStages:
                     "pieces": [self._parts.tokenizer.decode([token]) for token in rollout.tokens],
                     "log_ratios": _by_token(rollout, result.log_ratios[number]),
                     "versions": list(rollout.versions),
-                    "lag": batch.version - min(rollout.versions),
+                    "lag": batch.version - min(rollout.versions, default=batch.version),
                 }
             )
 
@@ -361,10 +391,13 @@ class InProcessStages:
         await self._sync.sync(weights, version)
         await self._canaries.start(version)
 
-    async def save(self, progress: Mapping[str, Any]) -> None:
+    async def save(self, progress: Mapping[str, Any], tickets: Sequence[Ticket]) -> None:
         parts = self._parts
+        rollouts = await self._rollouts_of(tickets)
         whole = {
             **progress,
+            "schedule": parts.config.schedule.model_dump(mode="json"),
+            "bound_from": parts.bound_from,
             "data": parts.source.fingerprint,
             "reference": parts.reference_hash,
             "adapter": parts.config.adapter.model_dump(mode="json", exclude={"merge"}),
@@ -377,8 +410,17 @@ class InProcessStages:
                 parts.critic.save(folder)
 
         await self._on_trainer_thread(
-            lambda: write_checkpoint(self._folder.checkpoints, whole, save_learners, keep=keep)
+            lambda: write_checkpoint(self._folder.checkpoints, whole, rollouts, save_learners, keep=keep)
         )
+
+    async def _rollouts_of(self, tickets: Sequence[Ticket]) -> list[KeptRollout]:
+        """What there is of these tickets' rollouts. Which of them have a score is seen at once, as progress saw it."""
+        scored = [ticket for ticket in tickets if isinstance(ticket.ref, ScoredRollout)]
+        kept = [KeptRollout(t.group, t.version, t.ref.rollout, t.ref.score) for t in scored]
+        others = [ticket for ticket in tickets if not isinstance(ticket.ref, ScoredRollout)]
+        rollouts = await asyncio.gather(*(self._episodes.look_at(ticket) for ticket in others))
+        kept += [KeptRollout(t.group, t.version, r) for t, r in zip(others, rollouts, strict=True) if r is not None]
+        return sorted(kept, key=lambda one: (one.group, one.rollout.member))
 
     async def export(self, folder: Path) -> None:
         """Leave the trained policy as a Hugging Face folder."""

@@ -27,7 +27,9 @@ class Ticket(Protocol):
     """A rollout's place in the schedule, as a stage sees it.
 
     index: the rollout's number in order of start; group, member: which answer to which prompt it is; version: the
-    newest published weights when it started; evaluation: True for a held-out prompt that is answered greedily.
+    newest published weights when it was handed to its lane; evaluation: True for a held-out prompt that is answered
+    greedily; max_tokens: how many tokens it may sample before it is to pause (None: as many as it needs). ref: the
+    rollout, finished or as far as it had come when it was interrupted; None while nothing of it has been returned.
     """
 
     index: int
@@ -35,12 +37,17 @@ class Ticket(Protocol):
     member: int
     version: int
     evaluation: bool
+    max_tokens: float | None
     ref: Reference
+
+
+class Lost(Exception):
+    """Raised by `Stages.generate`: the rollout is gone (its engine has crashed, say). The schedule begins it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A finished rollout, by reference, with its receipt."""
+    """A rollout that has ended, or as far as it came before it was interrupted; by reference, with its receipt."""
 
     ref: Reference
     receipt: Receipt
@@ -56,6 +63,20 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """A rollout out of a checkpoint: what `generate` had returned of it, and its score where it had one.
+
+    version: of its ticket.
+    """
+
+    group: int
+    member: int
+    version: int
+    generated: Generated
+    scored: Scored | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """What a train step leaves: the new weights, by reference, and its metrics by name."""
 
@@ -66,7 +87,17 @@ class Trained:
 class Stages(Protocol):
     """The training step. Each verb is one coroutine; an exception in any of them ends the run with its cause."""
 
-    async def generate(self, ticket: Ticket) -> Generated: ...
+    async def generate(self, ticket: Ticket) -> Generated:
+        """Sample the ticket's rollout, from `ticket.ref` on where that is set.
+
+        It returns early, with finish "interrupted", when it has sampled `ticket.max_tokens` tokens more, or at the next
+        token boundary after `stop`. Raises Lost where the engine has lost it.
+        """
+        ...
+
+    def stop(self, ticket: Ticket) -> None:
+        """Ask for what there is of a rollout in flight: its `generate` returns it. Too late, it does nothing."""
+        ...
 
     async def score(self, ticket: Ticket, rollout: Reference) -> Scored: ...
 
@@ -80,26 +111,12 @@ class Stages(Protocol):
         """Returns when every engine has acknowledged that it samples from `version`."""
         ...
 
-    async def save(self, progress: Mapping[str, Any]) -> None:
-        """Keep what a resume needs: the trainer, and `progress`, the ledger's own account of the run."""
+    async def save(self, progress: Mapping[str, Any], tickets: Sequence[Ticket]) -> None:
+        """Keep what a resume needs: the trainer; `progress`, the ledger's own account of the run, as JSON holds it; and
+        the rollouts of `tickets`, which no train step has taken yet: finished ones with their score, those in flight as
+        far as they have come. They go on meanwhile.
+        """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One rollout to sample. Token `t` is drawn with uniform `t` of the stream that `seed_key` names.
-
-    temperature: 0 means greedy. end_ids: ids that end the rollout and are part of it. stop: strings that end it;
-    every id sampled so far is kept. spare: it takes one of the engine's spare lanes, which no ticket is for.
-    """
-
-    prompt: Prompt
-    seed_key: tuple[int | str, ...]
-    max_new_tokens: int
-    temperature: float = 1.0
-    end_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +130,50 @@ class Sample:
     text: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRequest:
+    """One rollout to sample. Token `t` is drawn with uniform `t` of the stream that `seed_key` names.
+
+    max_new_tokens: of the whole answer; temperature: 0 means greedy; end_ids: ids that end the rollout and are part of
+    it; stop: strings that end it; every id sampled so far is kept. so_far: an interrupted sample of this rollout to go
+    on from; pause_after: it is interrupted after so many more tokens. spare: it takes one of the engine's spare lanes,
+    which no ticket is for. A request is itself: two that look alike are two rollouts.
+    """
+
+    prompt: Prompt
+    seed_key: tuple[int | str, ...]
+    max_new_tokens: int
+    temperature: float = 1.0
+    end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    so_far: Sample | None = None
+    pause_after: int | None = None
+    spare: bool = False
+
+
 class Generator(Protocol):
     """A generation engine. Its weights are its own: nothing is true by sharing storage with a trainer."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Cancelling the caller frees the rollout's place at the next token boundary."""
+        """The whole answer, `so_far` included; an interrupted one has finish "interrupted".
+
+        Cancelling the caller frees the rollout's place at the next token boundary.
+        """
         ...
 
-    async def load(self, weights: Mapping[str, Any], version: int) -> None:
-        """Swap weights at a token boundary; rollouts in flight go on. Names and shapes must match exactly."""
+    def interrupt(self, request: SampleRequest) -> None:
+        """`sample(request)` returns what there is at the next token boundary. Too late, it does nothing."""
+        ...
+
+    async def peek(self, request: SampleRequest) -> Sample | None:
+        """What there is of a rollout in flight at a token boundary; it goes on. None: it is not in flight."""
+        ...
+
+    async def load(self, weights: Mapping[str, Any], version: int, *, recompute: bool = False) -> None:
+        """Swap weights at a token boundary; rollouts in flight go on. Names and shapes must match exactly.
+
+        recompute: their keys and values are computed again under the new weights; else those cached are kept.
+        """
         ...
 
     async def fingerprint(self) -> str:

@@ -5,11 +5,19 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 
 | kind | when | fields |
 |---|---|---|
-| `run` | first, and again when a run is resumed | lanes, batch_size, group_size, run_ahead, steps, max_lag, seed, version, clock, unsound (reasons) |
+| `run` | first, and again when a run is resumed | lanes, batch_size, group_size, redundant, iteration_tokens, steps, num_groups (None: no end of the data), the fields of `schedule.policy.Rules`, lag_bound, seed, version, clock, unsound (reasons) |
 | `started` | a rollout is handed to a lane | rollout, group, member, lane, version, evaluation (held-out and greedy) |
-| `generated` | its lane is free again | rollout, lane, prompt, tokens, prompt_tokens, versions ([version, tokens] runs), finish |
+| `generated` | its lane is free again, and it is whole | rollout, lane, prompt, tokens, prompt_tokens, versions ([version, tokens] runs), finish, why (of an interrupted one: max_lag or deadline) |
+| `paused` | its lane is free again, and it will go on | rollout, lane, tokens (so far), reason (iteration_tokens or training) |
+| `resumed` | it goes on in a lane | as `started` |
+| `restored` | after the `run` of a resume: it is there again, out of the checkpoint, under a new number | rollout, group, member, tokens (so far), finish and outcome (None: it has paused) |
+| `aborted` | it is thrown away | rollout, group, lane (None: it held none any more), tokens (what it had come to), reason |
+| `lost` | the engine has none of it any more | rollout, group, lane, num (how often this answer was lost; 0: it was wanted no more), reason |
 | `scored` | its scorer has answered | rollout, group, outcome, reward |
-| `failed` | a group can't be trained; its slots are released | group, prompt, reason |
+| `restarted` | all members of a group begin again | group, num (of its restarts), reason |
+| `failed` | a group can't be trained; its slots are released | group, prompt, rollouts, tokens, reason |
+| `dropped` | a finished group is too old; its slots are released | group, prompt, rollouts, tokens, reason, lag |
+| `filtered` | all its rewards are the same; its slots are released | group, prompt, rollouts, tokens, reason, reward |
 | `taken` | the idle trainer takes a batch | version, groups, rollouts, lags, token_lag |
 | `retired` | a prompt was answered right so often that it is not asked again | group, prompt |
 | `trained` | a train step ended | version (the new one), metrics |
@@ -18,6 +26,8 @@ timeline, utilisation, lags) is read from these. On disk a trace is a JSON-lines
 | `saving`, `saved` | a checkpoint is begun, and is whole on disk | version |
 | `evaluated` | an evaluation is complete | version, num, num_unscored, num_correct, mean_reward |
 | `ended` | the run is over | reason |
+
+A rollout that begins again is a new one, with a number of its own.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "aborted"]
-"""Why a rollout ended. Said by the sampler; never read off token values."""
+FinishReason = Literal["stop", "length", "interrupted"]
+"""Why a rollout ended. Said by the sampler; never read off token values. An interrupted one may go on from there."""
 
-Outcome = Literal["scored", "grader_error", "grader_timeout"]
-"""What happened to a rollout in scoring. A wrong answer is `scored` with a low reward; the others have no reward."""
+Outcome = Literal["scored", "grader_error", "grader_timeout", "lost"]
+"""What became of a rollout. A wrong answer is `scored` with a low reward; the others have no reward. `lost`: the engine
+lost it again and again, and it was never scored."""
 
 
 class UserError(ValueError):
@@ -89,6 +90,11 @@ class Rollout:
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
         assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
+
+    @property
+    def truncated(self) -> bool:
+        """It was cut off before its own end: by its token budget, or because it was interrupted."""
+        return self.finish != "stop"
 
     @property
     def version_runs(self) -> tuple[VersionRun, ...]:

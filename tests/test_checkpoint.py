@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headway import checkpoint
-from headway.checkpoint import newest_checkpoint, write_checkpoint
-from headway.types import UserError
+from headway.checkpoint import KeptRollout, newest_checkpoint, write_checkpoint
+from headway.types import Prompt, Score, UserError
+from tests import tiny
 
 
 def save_trainer(folder: Path) -> None:
     (folder / "trainer.pt").write_bytes(b"weights")
 
 
-def write(root: Path, version: int, *, keep: int = 2, save=save_trainer) -> Path:
-    return write_checkpoint(root, {"version": version, "watermark": 3 * version}, save, keep=keep)
+def write(root: Path, version: int, *, rollouts: Sequence[KeptRollout] = (), keep: int = 2, save=save_trainer) -> Path:
+    return write_checkpoint(root, {"version": version, "watermark": 3 * version}, rollouts, save, keep=keep)
 
 
 def names(root: Path) -> list[str]:
@@ -46,7 +50,7 @@ def test_it_appears_whole_and_at_once(tmp_path):
 
     write(tmp_path, 1)
     folder = write(tmp_path, 2, save=look)
-    assert names(folder) == ["progress.json", "trainer.pt"]
+    assert names(folder) == ["progress.json", "rollouts.jsonl", "trainer.pt"]
 
 
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -54,12 +58,12 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     def note(path: Path) -> None:
         flushed.append(path.name)
-        if path.name in (".unfinished", "trainer.pt", "progress.json"):
+        if path.name in (".unfinished", "trainer.pt", "progress.json", "rollouts.jsonl"):
             assert not (tmp_path / "version-00000001").exists()
 
     monkeypatch.setattr(checkpoint, "_flush_to_disk", note)
     write(tmp_path, 1)
-    assert sorted(flushed[:-1]) == [".unfinished", "progress.json", "trainer.pt"]
+    assert sorted(flushed[:-1]) == [".unfinished", "progress.json", "rollouts.jsonl", "trainer.pt"]
     assert flushed[-1] == tmp_path.name
 
 
@@ -104,7 +108,7 @@ def test_a_kill_at_the_last_moment_leaves_the_older_ones(tmp_path, monkeypatch):
 def test_what_a_kill_left_is_not_taken_over(tmp_path):
     (tmp_path / ".unfinished").mkdir()
     (tmp_path / ".unfinished" / "old.pt").touch()
-    assert names(write(tmp_path, 1)) == ["progress.json", "trainer.pt"]
+    assert names(write(tmp_path, 1)) == ["progress.json", "rollouts.jsonl", "trainer.pt"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_folders_that_are_no_whole_checkpoint_are_passed_over(tmp_path, name):
 
 def test_a_version_may_be_written_again(tmp_path):
     write(tmp_path, 1)
-    write_checkpoint(tmp_path, {"version": 1, "watermark": 99}, save_trainer, keep=1)
+    write_checkpoint(tmp_path, {"version": 1, "watermark": 99}, [], save_trainer, keep=1)
     assert newest_checkpoint(tmp_path).progress["watermark"] == 99
     assert names(tmp_path) == ["version-00000001"]
 
@@ -138,3 +142,118 @@ def test_no_checkpoint_is_said_with_a_mend(tmp_path, exists):
 def test_progress_is_plain_json(tmp_path):
     folder = write(tmp_path, 3)
     assert json.loads((folder / "progress.json").read_text()) == {"version": 3, "watermark": 9}
+
+
+# ---- rollouts
+
+PROMPTS = [tiny.prompt(text) for text in ("1+1=", "2+2=", "3+3=")]
+
+
+def prompt_at(group: int) -> tuple[Prompt, int]:
+    return PROMPTS[group % 3], group // 3
+
+
+def kept(group: int, member: int, num_tokens: int, **more) -> KeptRollout:
+    """A rollout with log-probs that a decimal of few digits would not hold, under two versions."""
+    prompt, epoch = prompt_at(group)
+    rollout = tiny.rollout(
+        prompt,
+        range(num_tokens),
+        member=member,
+        epoch=epoch,
+        logprobs=[-math.pi / (n + 1) for n in range(num_tokens)],
+        versions=[2 + (n > 1) for n in range(num_tokens)],
+        mask=[n != 1 for n in range(num_tokens)],
+        finish=more.pop("finish", "stop"),
+    )
+    return KeptRollout(group, version=2, rollout=replace(rollout, text='a "word" \u2028\n é'), **more)
+
+
+ROLLOUTS = [
+    kept(1, 0, 4, score=Score(1 / 3, misplaced=True)),
+    kept(1, 1, 2, score=Score(None, "grader_error", "no such\nthing")),
+    kept(1, 2, 3, finish="length"),
+    kept(5, 0, 3, finish="interrupted"),
+    kept(5, 1, 3, finish="interrupted", score=Score(0.0, misplaced=False)),
+]
+
+
+def test_rollouts_are_read_as_they_were_written(tmp_path):
+    """Bit for bit, with prompts and epochs that their groups name."""
+    write(tmp_path, 1, rollouts=ROLLOUTS)
+    assert newest_checkpoint(tmp_path).rollouts(prompt_at) == ROLLOUTS
+
+
+def test_a_rollout_is_a_line_without_its_prompt(tmp_path):
+    folder = write(tmp_path, 1, rollouts=ROLLOUTS)
+    lines = (folder / "rollouts.jsonl").read_text().split("\n")
+    assert len(lines) == 6
+    row = json.loads(lines[0])
+    assert row == {
+        "group": 1,
+        "member": 0,
+        "version": 2,
+        "finish": "stop",
+        "text": 'a "word" \u2028\n é',
+        "tokens": [0, 1, 2, 3],
+        "logprobs": [-math.pi, -math.pi / 2, -math.pi / 3, -math.pi / 4],
+        "versions": [2, 2, 3, 3],
+        "mask": [True, False, True, True],
+        "reward": 1 / 3,
+        "outcome": "scored",
+        "detail": "",
+        "misplaced": True,
+    }
+    assert "outcome" not in json.loads(lines[2])
+
+
+def test_a_checkpoint_may_hold_no_rollout(tmp_path):
+    write(tmp_path, 1)
+    assert newest_checkpoint(tmp_path).rollouts(prompt_at) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-30],
+        lambda text: text.replace('"group":5', '"grupp":5'),
+        lambda text: text.replace('"group":5', '"group":"five"'),
+        lambda text: text.replace('"logprobs":[', '"logprobs":[-1.0,', 1),
+        lambda text: text.replace('"reward":0.0,', ""),
+        lambda text: text.replace("[2,2,3]", "3"),
+        lambda text: "[]\n" + text,
+        lambda text: "\x00" * len(text),
+    ],
+    ids=["cut", "a key", "a type", "one too many", "half a score", "no list", "no object", "zeros"],
+)
+def test_damaged_rollouts_are_said_in_a_line_with_a_mend(tmp_path, damage):
+    folder = write(tmp_path, 1, rollouts=ROLLOUTS)
+    path = folder / "rollouts.jsonl"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UserError, match=rf"{folder} can't be read \(.*remove that folder to resume from") as caught:
+        newest_checkpoint(tmp_path).rollouts(prompt_at)
+    assert "\n" not in str(caught.value)
+
+
+def test_rollouts_that_are_gone_are_missed(tmp_path):
+    folder = write(tmp_path, 1, rollouts=ROLLOUTS)
+    (folder / "rollouts.jsonl").unlink()
+    with pytest.raises(UserError, match=r"can't be read \(it has no rollouts\.jsonl\)"):
+        newest_checkpoint(tmp_path).rollouts(prompt_at)
+
+
+def test_a_disk_that_is_full_of_rollouts_leaves_the_older_ones(tmp_path, monkeypatch):
+    write(tmp_path, 1, rollouts=ROLLOUTS)
+    write(tmp_path, 2, rollouts=ROLLOUTS)
+
+    def fail(kept: KeptRollout) -> dict:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_row", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, 3, rollouts=ROLLOUTS)
+    assert newest_checkpoint(tmp_path).progress["version"] == 2
+    assert names(tmp_path) == [".unfinished", "version-00000001", "version-00000002"]
+    write(tmp_path, 3, rollouts=ROLLOUTS)
+    assert names(tmp_path) == ["version-00000002", "version-00000003"]

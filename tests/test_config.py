@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headway import cli, config
+from headway import cli, config, run
 from headway.config import KEYS, Config, choices, fields, resolve
 from headway.types import UserError
 
@@ -193,7 +193,10 @@ def test_words_that_are_no_overrides(words, message):
             ["--train.learning-rate-schedule", "linea"],
             "--train.learning-rate-schedule = 'linea': input should be 'constant', 'linear' or 'cosine'",
         ),
-        (["--in-flight", "pin"], "--simulate.in-flight = 'pin': input should be 'pinned' or 'keep'"),
+        (
+            ["--in-flight", "pin"],
+            "--schedule.in-flight = 'pin': input should be 'keep', 'recompute', 'drain', 'restart' or 'pinned'",
+        ),
         (["--beta1", "1"], "--train.beta1 = '1': input should be less than 1"),
     ],
 )
@@ -222,6 +225,96 @@ def test_the_sizes_that_are_named_are_valid(group_size):
             message = refusal(None, "--batch-size", str(batch_size), "--group-size", str(group_size))
             for size in re.findall(r"\d+", message.split("try batch_size")[1]):
                 resolve(None, ["--batch-size", size, "--group-size", str(group_size)])
+
+
+# Schedules that make no sense
+
+OUTLIVES = "iteration_tokens pauses rollouts until there are new weights, and in_flight {} lets none outlive them; "
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "--stragglers dorp --max-lag 1",
+            "stragglers dorp is none of accept, drop, interrupt, restart; did you mean drop?",
+        ),
+        ("--stragglers 1 --max-lag 1", "stragglers 1 is none of accept, drop, interrupt, restart"),
+        ("--stragglers accept,drop --max-lag 1", "stragglers accept goes with no other policy"),
+        (
+            "--stragglers interrupt,restart --max-lag 1",
+            "stragglers interrupt and restart can't both act on one group; restart interrupts after max_restarts",
+        ),
+        ("--stragglers drop,interrupt", "stragglers drop,interrupt acts at max_lag, which is not set"),
+        (
+            "--stragglers interrupt --max-lag 1 --max-restarts 2",
+            "max_restarts does nothing without stragglers restart",
+        ),
+        ("--order window", "order window needs window, a number of groups"),
+        ("--order started --window 3", "window does nothing with order started"),
+        ("--window 3", "window does nothing with order finished"),
+        *(
+            (
+                f"--in-flight drain --max-lag 1 --stragglers {word}",
+                "with in_flight drain no rollout in flight is older than the weights, so stragglers have nothing to "
+                "interrupt or restart",
+            )
+            for word in ("interrupt", "restart", "drop,interrupt")
+        ),
+        (
+            "--in-flight drain --overlap false",
+            "in_flight drain waits for rollouts that overlap = false has paused until after; take in_flight keep",
+        ),
+        ("--in-flight drain --iteration-tokens 9", OUTLIVES.format("drain") + "take in_flight keep or recompute"),
+        ("--in-flight restart --iteration-tokens 9", OUTLIVES.format("restart") + "take in_flight keep or recompute"),
+        ("--surplus keep --group-size 2", "surplus does nothing without redundant rollouts"),
+        ("--surplus abort", "surplus does nothing without redundant rollouts"),
+        (
+            "--dynamic-sampling true",
+            "dynamic_sampling compares the answers of a group that are trained, and group_size is 1",
+        ),
+        (
+            "--dynamic-sampling true --redundant 3",
+            "dynamic_sampling compares the answers of a group that are trained, and group_size is 1",
+        ),
+        ("--group-size 2 --max-filtered 3", "max_filtered does nothing without dynamic_sampling"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused_with_its_reason(words, reason):
+    assert refusal(None, *words.split()) == f"command line: {reason}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--stragglers accept",
+        "--stragglers accept --max-lag 0",
+        "--stragglers drop --max-lag 0 --in-flight drain",
+        "--stragglers drop,restart --max-lag 3 --max-restarts 2 --in-flight restart",
+        "--order window --window 1 --overlap false",
+        "--iteration-tokens 9 --overlap false --in-flight recompute",
+        "--dynamic-sampling true --group-size 2 --redundant 1 --surplus keep --max-filtered 3",
+        "--deadline-s 0.5 --in-flight drain",
+    ],
+)
+def test_a_schedule_that_makes_sense_is_taken(words):
+    resolve(None, words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        ("--run-ahead 2", None),
+        ("--run-ahead 0", 0),
+        ("--run-ahead 1.5 --order started", 2),
+        ("--run-ahead 2 --order window --window 9 --batch-size 8 --group-size 2", 4),
+        ("--run-ahead 2 --order window --window 9 --batch-size 8", 3),
+        ("--run-ahead 2 --stragglers drop,interrupt --max-lag 5", 5),
+        ("--run-ahead 2 --max-lag 5", None),
+    ],
+)
+def test_a_configuration_has_the_bound_of_its_schedule(words, bound):
+    assert run.bound(resolve(None, words.split()).config).lag == bound
 
 
 # What depends on another key
@@ -380,7 +473,7 @@ def test_a_short_name_is_ambiguous_or_finds_its_key():
     names = [key.split(".")[1] for key in KEYS]
     for key, name in zip(KEYS, names, strict=True):
         if names.count(name) == 1:
-            assert config._full_key(name) == key
+            assert config.full_key(name) == key
         else:
             assert "is ambiguous" in refusal(None, f"--{name}", "1")
 

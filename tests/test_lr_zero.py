@@ -95,7 +95,9 @@ def play(tmp_path: Path, settings: config.Config) -> Played:
         folder = RunFolder(tmp_path / "run")
         async with parts.stages(folder) as stages:
             hashes = hashes_after_each_sync(stages, parts)
-            await run.drive(settings, stages, run.sizes(settings), Trace(events.append), clock_name="wall")
+            await run.drive(
+                settings, stages, run.sizes(settings), run.rules(settings), Trace(events.append), clock_name="wall"
+            )
         folder.close()
         return hashes
 

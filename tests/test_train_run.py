@@ -21,13 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headway.in_process
 from headway import config, run
-from headway.batch import Batch
-from headway.config import Resolved
 from headway.models.policy import load_policy, load_tokenizer
 from headway.models.weights import fingerprint
 from headway.reports.folder import choose_folder
 from headway.types import UserError
-from tests.runs import resolved
+from tests.runs import DRAINED, Watched, killed_and_resumed, resolved
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -109,42 +107,6 @@ def test_the_last_batch_of_the_data_may_be_short(working_folder: Path, model_fol
 
 
 # ---- kill and resume
-
-
-class Killed(Exception):
-    pass
-
-
-class Watched:
-    """`train_step`, which keeps what it trains and is killed once, before it trains `kill_at` (a version)."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> None:
-        self.batches: dict[int, Batch] = {}
-        self._kill_at, self._train_step = kill_at, headway.in_process.train_step
-        monkeypatch.setattr(headway.in_process, "train_step", self)
-
-    def __call__(self, trainer: Any, critic: Any, objective: Any, batch: Batch, **options: Any) -> Any:
-        if batch.version == self._kill_at:
-            self._kill_at = None
-            raise Killed
-        self.batches[batch.version] = batch  # what a resume trains again takes the place of what was lost
-        return self._train_step(trainer, critic, objective, batch, **options)
-
-    def trained(self) -> Counter[tuple[str, int]]:
-        return Counter((r.prompt.uid, r.member) for batch in self.batches.values() for r in batch.rollouts)
-
-
-DRAINED = {"data__epochs": 1, "run__steps": 99, "checkpoint__every": 2, "report__rollouts_per_step": 0}
-"""12 prompts, 2 in a batch: 6 steps."""
-
-
-def killed_and_resumed(settings: Resolved, out: Path, watched: Watched) -> None:
-    with pytest.raises(Killed):
-        run.train(settings, out)
-    lost = [version for version in watched.batches if version >= 2]
-    for version in lost:
-        del watched.batches[version]
-    run.train(settings, out, resume=True)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2.5])

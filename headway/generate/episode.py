@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 
 from headway.data import PromptSource
 from headway.stages import Generated, Generator, Sample, SampleRequest, Ticket
@@ -20,6 +20,16 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
+@dataclass
+class Flight:
+    """A rollout in flight: what was asked of the engine, and what it has returned by now."""
+
+    request: SampleRequest
+    epoch: int
+    member: int
+    rollout: Rollout | None = None
+
+
 @dataclass(frozen=True)
 class Episodes:
     """Single-turn episodes: one prompt, one answer.
@@ -34,26 +44,73 @@ class Episodes:
     sampling: Sampling
     evaluation: Sampling
     seed: int
+    _flights: dict[int, Flight] = field(default_factory=dict)
 
     async def generate(self, ticket: Ticket) -> Generated:
-        """-> a `Rollout` as reference. Its random numbers are keyed by (seed, prompt, epoch, member, turn)."""
+        """-> a `Rollout` as reference. Its random numbers are keyed by (seed, prompt, epoch, member, turn).
+
+        It goes on from what the ticket has of it; one that has ended, or may have no more tokens, is returned as it is.
+        """
+        flight = self._flight(ticket)
+        before: Rollout | None = ticket.ref
+        if before is not None and (before.finish != "interrupted" or ticket.max_tokens == 0):
+            return generated(before)
+        self._flights[ticket.index] = flight
+        try:
+            sample = await self.engine.sample(flight.request)
+        finally:
+            del self._flights[ticket.index]
+        flight.rollout = rollout_of(flight.request.prompt, flight.epoch, flight.member, sample)
+        return generated(flight.rollout)
+
+    def stop(self, ticket: Ticket) -> None:
+        """Ask the engine for what there is of a rollout in flight."""
+        if flight := self._flights.get(ticket.index):
+            self.engine.interrupt(flight.request)
+
+    def look_at(self, ticket: Ticket) -> Awaitable[Rollout | None]:
+        """The rollout as far as it has come, which goes on; None: nothing has been sampled.
+
+        Whether it is in flight is seen at the call, and how far it is by its end.
+        """
+        return self._look_at(self._flights.get(ticket.index), ticket.ref)
+
+    async def _look_at(self, flight: Flight | None, before: Rollout | None) -> Rollout | None:
+        if flight is None:
+            return before
+        sample = await self.engine.peek(flight.request)
+        if sample is None:  # it has ended since
+            return flight.rollout
+        return rollout_of(flight.request.prompt, flight.epoch, flight.member, sample) if sample.tokens else None
+
+    def _flight(self, ticket: Ticket) -> Flight:
         if ticket.evaluation:
             prompt, epoch, sampling = self.held_out[ticket.group], 0, self.evaluation
         else:
             (prompt, epoch), sampling = self.source.at(ticket.group), self.sampling
         turn = 0
-        sample = await self.engine.sample(
-            SampleRequest(
-                prompt=prompt,
-                seed_key=(self.seed, prompt.uid, epoch, ticket.member, turn),
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                end_ids=sampling.end_ids,
-                stop=sampling.stop,
-            )
+        request = SampleRequest(
+            prompt=prompt,
+            seed_key=(self.seed, prompt.uid, epoch, ticket.member, turn),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            end_ids=sampling.end_ids,
+            stop=sampling.stop,
+            so_far=None if ticket.ref is None else sample_of(ticket.ref),
+            pause_after=None if ticket.max_tokens is None else int(ticket.max_tokens),
         )
-        rollout = rollout_of(prompt, epoch, ticket.member, sample)
-        return Generated(rollout, Receipt(prompt.uid, len(prompt.tokens), rollout.version_runs, rollout.finish))
+        return Flight(request, epoch, ticket.member)
+
+
+def generated(rollout: Rollout) -> Generated:
+    """A rollout and its receipt."""
+    prompt = rollout.prompt
+    return Generated(rollout, Receipt(prompt.uid, len(prompt.tokens), rollout.version_runs, rollout.finish))
+
+
+def sample_of(rollout: Rollout) -> Sample:
+    """What the engine had said of a single-turn rollout."""
+    return Sample(rollout.tokens, rollout.logprobs, rollout.versions, rollout.finish, rollout.text)
 
 
 def rollout_of(prompt: Prompt, epoch: int, member: int, sample: Sample) -> Rollout:

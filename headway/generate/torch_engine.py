@@ -1,17 +1,22 @@
 """The embedded engine: continuous batching over any policy, on a thread of its own.
 
-At every token boundary the engine obeys what has arrived (new rollouts, aborts, new weights), prefills the prompts it
+At every token boundary the engine obeys what has arrived (new rollouts, interruptions, new weights), prefills what it
 does not know yet, and samples one token in every lane. A finished rollout's lane is refilled at the next boundary.
 The event loop only ever queues a command and awaits a future; it is never blocked by a forward pass.
+
+What a rollout stands on when it gets a lane, its prompt and whatever it had sampled before it was interrupted, is
+computed under the weights of that moment. Later weights leave its keys and values as they are, unless they come with
+the word to recompute them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -31,12 +36,17 @@ KNOWN_PROMPTS = 8
 """Prompts whose keys and values are kept for the members of a group that start later."""
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens that one prefill pass may hold."""
+"""Tokens that one prefill pass may hold."""
+
+Tokens = tuple[int, ...]
 
 
 @dataclass(eq=False)
 class _Lane:
-    """A rollout in flight. `length`: tokens whose keys and values are cached."""
+    """A rollout that waits for a lane or holds one. `length`: tokens whose keys and values are cached.
+
+    Between two passes that is all of them but the newest, which the next pass is given.
+    """
 
     request: SampleRequest
     answer: asyncio.Future[Sample]
@@ -45,12 +55,32 @@ class _Lane:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    pause_at: float = math.inf
     aborted: bool = False
+
+    @staticmethod
+    def of(request: SampleRequest, answer: asyncio.Future[Sample]) -> _Lane:
+        lane = _Lane(request, answer, stream_key(*request.seed_key))
+        if before := request.so_far:
+            lane.tokens, lane.versions = list(before.tokens), list(before.versions)
+            lane.logprobs = list(before.logprobs)
+        if request.pause_after is not None:
+            lane.pause_at = len(lane.tokens) + request.pause_after
+        return lane
+
+    @property
+    def context(self) -> Tokens:
+        """All tokens that the next one follows."""
+        return (*self.request.prompt.tokens, *self.tokens)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self.request.end_ids
 
 
 @dataclass(frozen=True)
-class _KnownPrompt:
-    """A prompt's keys and values [G, P, D] by layer, and the hidden state [D] that predicts its first answer token."""
+class _Prefilled:
+    """Keys and values [G, P, D] by layer of P tokens, and the hidden state [D] that predicts the token after them."""
 
     kept: list[tuple[torch.Tensor, torch.Tensor]]
     last_hidden_D: torch.Tensor
@@ -79,7 +109,8 @@ class TorchEngine:
         self._lanes: list[_Lane] = []
         self._waiting: deque[_Lane] = deque()
         self._cache = KeyValueCache(lanes + spare_lanes)
-        self._known_prompts: OrderedDict[tuple[int, ...], _KnownPrompt] = OrderedDict()
+        self._cache_is_stale = False
+        self._known_prompts: OrderedDict[Tokens, _Prefilled] = OrderedDict()
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
@@ -91,19 +122,28 @@ class TorchEngine:
 
     async def sample(self, request: SampleRequest) -> Sample:
         self._check(request)
-        lane = _Lane(request, asyncio.get_running_loop().create_future(), stream_key(*request.seed_key))
-        self._command(lambda: self._waiting.append(lane), lane.answer)
+        lane = _Lane.of(request, asyncio.get_running_loop().create_future())
+        self._command(lambda: self._take_in(lane), lane.answer)
         try:
             return await lane.answer
         except asyncio.CancelledError:
             lane.aborted = True
             raise
 
-    async def load(self, weights: Mapping[str, Any], version: int) -> None:
+    def interrupt(self, request: SampleRequest) -> None:
+        with self._hand_over:
+            if self._failure is None and not self._closed:
+                self._commands.put((lambda: self._interrupt(request), None))
+
+    async def peek(self, request: SampleRequest) -> Sample | None:
+        return await self._ask(lambda: self._peek(request))
+
+    async def load(self, weights: Mapping[str, Any], version: int, *, recompute: bool = False) -> None:
         def swap() -> None:
             assign_weights(self._policy.weights(), weights)
             self._version = version
             self._known_prompts.clear()  # their keys and values belong to the old weights
+            self._cache_is_stale |= recompute
 
         await self._ask(swap)
 
@@ -143,6 +183,7 @@ class TorchEngine:
 
     def _check(self, request: SampleRequest) -> None:
         assert self._num_spare or not request.spare, "a spare request, and the engine has no spare lane"
+        assert request.so_far is None or request.so_far.finish == "interrupted", "this rollout has ended"
         needed = len(request.prompt.tokens) + request.max_new_tokens
         if not request.prompt.tokens:
             raise UserError(f"prompt {request.prompt.uid} has no tokens, and an answer needs something to follow")
@@ -170,6 +211,7 @@ class TorchEngine:
             while (self._lanes or self._waiting) and not self._closed:
                 with self._cores.unit():
                     self._drop_aborted()
+                    self._refresh_cache()
                     self._admit()
                     if self._lanes:
                         self._sample_one_token_everywhere()
@@ -196,6 +238,30 @@ class TorchEngine:
         for answer in answers:
             _post(answer, error=_told(failure))
 
+    def _take_in(self, lane: _Lane) -> None:
+        """A rollout waits for a lane, unless it has come as far as it may already."""
+        self._waiting.append(lane)
+        if finish := self._finish(lane):
+            self._answer(lane, finish)
+            self._waiting.remove(lane)
+
+    def _interrupt(self, request: SampleRequest) -> None:
+        lane = self._find(request)
+        if lane is None:
+            return
+        self._answer(lane, "interrupted")
+        if lane in self._waiting:
+            self._waiting.remove(lane)
+        else:
+            self._free(self._lanes.index(lane))
+
+    def _peek(self, request: SampleRequest) -> Sample | None:
+        lane = self._find(request)
+        return None if lane is None else self._sample(lane, "interrupted")
+
+    def _find(self, request: SampleRequest) -> _Lane | None:
+        return next((lane for lane in (*self._lanes, *self._waiting) if lane.request is request), None)
+
     def _drop_aborted(self) -> None:
         self._waiting = deque(lane for lane in self._waiting if not lane.aborted)
         for number in reversed(range(len(self._lanes))):
@@ -209,22 +275,34 @@ class TorchEngine:
             self._lanes[number] = last
             self._cache.move(len(self._lanes), number, last.length)
 
+    def _refresh_cache(self) -> None:
+        """Where new weights came with that word: the keys and values of all rollouts in flight, computed again."""
+        if not self._cache_is_stale:
+            return
+        cached = [lane.context[:-1] for lane in self._lanes]
+        for part in _parts(cached):
+            prefilled = self._prefill(part)
+            for number, tokens in enumerate(cached):
+                if tokens in prefilled:
+                    self._cache.write(number, prefilled[tokens].kept)
+        self._cache_is_stale = False
+
     def _admit(self) -> None:
-        """Hand waiting rollouts free lanes and sample their first token; each prompt is prefilled once."""
+        """Hand waiting rollouts free lanes and sample their next token; what they stand on is prefilled once."""
         joining = self._joining()
         if not joining:
             return
-        prompts = self._prompts(joining)
+        contexts = self._contexts(joining)
         needed = max(len(lane.request.prompt.tokens) + lane.request.max_new_tokens for lane in joining)
+        hidden_ND = torch.stack([contexts[lane.context].last_hidden_D for lane in joining])
         first = len(self._lanes)
         for lane in joining:
-            prompt = prompts[lane.request.prompt.tokens]
-            self._cache.reserve(needed, prompt.kept)
-            self._cache.write(len(self._lanes), prompt.kept)
-            lane.length = len(lane.request.prompt.tokens)
+            context = contexts[lane.context]
+            self._cache.reserve(needed, context.kept)
+            self._cache.write(len(self._lanes), context.kept)
+            lane.length = len(lane.context)
             self._waiting.remove(lane)
             self._lanes.append(lane)
-        hidden_ND = torch.stack([prompts[lane.request.prompt.tokens].last_hidden_D for lane in joining])
         self._append_tokens(first, hidden_ND)
 
     def _joining(self) -> list[_Lane]:
@@ -236,44 +314,40 @@ class TorchEngine:
     def _of_kind(self, spare: bool) -> Iterator[_Lane]:
         return (lane for lane in self._waiting if lane.request.spare == spare)
 
-    def _prompts(self, joining: list[_Lane]) -> dict[tuple[int, ...], _KnownPrompt]:
-        """The prompts of those that join, prefilled where they aren't known. A spare request's own one is not kept."""
-        wanted = list(dict.fromkeys(lane.request.prompt.tokens for lane in joining))
+    def _contexts(self, joining: list[_Lane]) -> dict[Tokens, _Prefilled]:
+        """What those that join stand on, prefilled where it isn't known. Prompts are kept, but for spare requests'."""
+        wanted = dict.fromkeys(lane.context for lane in joining)
         found = {tokens: self._known_prompts[tokens] for tokens in wanted if tokens in self._known_prompts}
-        missing = [tokens for tokens in wanted if tokens not in found]
-        while missing:
-            part = [missing.pop(0)]
-            while missing and sum(map(len, part)) + len(missing[0]) <= PREFILL_TOKENS:
-                part.append(missing.pop(0))
-            found.update(self._prefill(part))
-        for tokens in dict.fromkeys(lane.request.prompt.tokens for lane in joining if not lane.request.spare):
+        for part in _parts(tokens for tokens in wanted if tokens not in found):
+            found |= self._prefill(part)
+        for tokens in dict.fromkeys(lane.context for lane in joining if not (lane.tokens or lane.request.spare)):
             self._known_prompts[tokens] = found[tokens]
             self._known_prompts.move_to_end(tokens)
         while len(self._known_prompts) > KNOWN_PROMPTS:
             self._known_prompts.popitem(last=False)
         return found
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], _KnownPrompt]:
+    def _prefill(self, sequences: list[Tokens]) -> dict[Tokens, _Prefilled]:
         device = self._policy.device
         starts, total = [], 0
-        for tokens in prompts:
+        for tokens in sequences:
             starts.append(total)
             total += len(tokens)
-        segments = [Segment(start, len(tokens)) for start, tokens in zip(starts, prompts, strict=True)]
+        segments = [Segment(start, len(tokens)) for start, tokens in zip(starts, sequences, strict=True)]
         plan = PackedAttention(segments, device, keep=True)
-        ids_T = torch.tensor([token for tokens in prompts for token in tokens], device=device)
-        positions_T = torch.cat([torch.arange(len(tokens)) for tokens in prompts]).to(device)
+        ids_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+        positions_T = torch.cat([torch.arange(len(tokens)) for tokens in sequences]).to(device)
         hidden_TD = self._policy.hidden(ids_T, positions_T, plan)
         assert plan.kept is not None
         return {
-            tokens: _KnownPrompt(
+            tokens: _Prefilled(
                 [
                     (key[:, start : start + len(tokens)], value[:, start : start + len(tokens)])
                     for key, value in plan.kept
                 ],
                 hidden_TD[start + len(tokens) - 1],
             )
-            for tokens, start in zip(prompts, starts, strict=True)
+            for tokens, start in zip(sequences, starts, strict=True)
         }
 
     def _sample_one_token_everywhere(self) -> None:
@@ -308,10 +382,11 @@ class TorchEngine:
                 self._free(number)
 
     def _finish(self, lane: _Lane) -> FinishReason | None:
-        request = lane.request
-        if lane.tokens[-1] in request.end_ids or self._stop_at(lane) is not None:
+        if lane.ended or self._stop_at(lane) is not None:
             return "stop"
-        return "length" if len(lane.tokens) >= request.max_new_tokens else None
+        if len(lane.tokens) >= lane.request.max_new_tokens:
+            return "length"
+        return "interrupted" if len(lane.tokens) >= lane.pause_at else None
 
     def _stop_at(self, lane: _Lane) -> str | None:
         """The stop string that the newest token completed. Only the tail is decoded: a token is at least one byte."""
@@ -322,11 +397,25 @@ class TorchEngine:
         return next((stop for stop in lane.request.stop if stop in tail), None)
 
     def _answer(self, lane: _Lane, finish: FinishReason) -> None:
-        ended = lane.tokens[-1] in lane.request.end_ids
-        text = self._decode(lane.tokens[:-1] if ended else lane.tokens)
+        _post(lane.answer, self._sample(lane, finish))
+
+    def _sample(self, lane: _Lane, finish: FinishReason) -> Sample:
+        text = self._decode(lane.tokens[:-1] if lane.ended else lane.tokens)
         cuts = [text.index(stop) for stop in lane.request.stop if stop in text]
         text = text[: min(cuts)] if cuts else text
-        _post(lane.answer, Sample(tuple(lane.tokens), tuple(lane.logprobs), tuple(lane.versions), finish, text))
+        return Sample(tuple(lane.tokens), tuple(lane.logprobs), tuple(lane.versions), finish, text)
+
+
+def _parts(sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+    """The different ones among `sequences`, by the prefill pass they are for."""
+    part: list[Tokens] = []
+    for tokens in dict.fromkeys(sequences):
+        if part and sum(map(len, part)) + len(tokens) > PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(tokens)
+    if part:
+        yield part
 
 
 class _Closed(Exception):

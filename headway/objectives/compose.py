@@ -69,7 +69,7 @@ class Selection:
 def select(objective: Objective, outcome_R: Tensor, group_R: Tensor, truncated_R: Tensor) -> Selection:
     """Apply the objective's filters. Groups are compared by their *outcome*, before any shaping.
 
-    outcome_R: float, nan where unscored; group_R: int; truncated_R: bool, cut off by the token budget.
+    outcome_R: float, nan where unscored; group_R: int; truncated_R: bool, cut off before their own end.
     """
     compared = BASELINES[objective.advantage.name](outcome_R, group_R, None)
     usable_R, dropped = compared.usable_R, {}

@@ -45,7 +45,7 @@ def gather(objective: Objective, groups: Sequence[Sequence[ScoredRollout]], budg
     rewards = [scored.score.reward for group in members for scored in group]
     group_R = torch.tensor([number for number, group in enumerate(members) for _ in group], dtype=torch.long)
     outcome_R = torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
-    truncated_R = torch.tensor([rollout.finish == "length" for rollout in rollouts], dtype=torch.bool)
+    truncated_R = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.bool)
     num_tokens_R = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     selection = compose.select(objective, outcome_R, group_R, truncated_R)
     reward_R = compose.shaped_rewards(objective, outcome_R, num_tokens_R, budget_tokens)
@@ -65,6 +65,7 @@ def _metrics(groups: Sequence[Sequence[ScoredRollout]]) -> dict[str, Any]:
         "response_tokens_mean": fmean(lengths),
         "response_tokens_max": max(lengths),
         "truncated_share": fmean(rollout.finish == "length" for rollout in rollouts),
+        "interrupted_share": fmean(rollout.finish == "interrupted" for rollout in rollouts),
         **_lengths_by_finish(rollouts),
     }
 

@@ -109,7 +109,7 @@ def _units(part: Sequence[int], groups: Sequence[int], packing: Packing) -> list
 
 
 def _bootstraps(rollout: Rollout, packing: Packing) -> bool:
-    return packing.bootstrap and rollout.finish == "length" and bool(rollout.tokens)
+    return packing.bootstrap and rollout.truncated and bool(rollout.tokens)
 
 
 def _num_own_rows(rollout: Rollout, packing: Packing) -> int:

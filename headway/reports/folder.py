@@ -12,18 +12,23 @@
 | `model/` | the trained policy, a Hugging Face folder |
 | `run.json` | the outcome |
 | `index.html` | the page |
+| `trace.perfetto.json` | the trace as Perfetto reads it, once `headway export` was asked for it |
+| `tensorboard/`, `wandb/` | what those of report.sinks wrote |
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from headway.config import Resolved, Run
 from headway.reports.metrics import JsonLines, StepMetrics
 from headway.reports.record import OBJECTIVE
+from headway.reports.sinks import Sink
 from headway.trace import Trace, TraceFile
 from headway.types import UserError
 
@@ -48,9 +53,15 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
-    def listen_to(self, trace: Trace) -> None:
+    def listen_to(self, trace: Trace, sinks: Sequence[Sink] = ()) -> None:
+        """Keep every event, and every row of metrics; each sink gets the rows too."""
         trace.subscribe(self._trace)
-        trace.subscribe(StepMetrics(self._metrics))
+
+        def keep(row: dict[str, Any]) -> None:
+            for sink in (self._metrics, *sinks):
+                sink(row)
+
+        trace.subscribe(StepMetrics(keep))
 
     def write_config(self, resolved: Resolved) -> None:
         (self.path / "config.toml").write_text(resolved.to_toml(), encoding="utf-8")

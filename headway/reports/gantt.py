@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from headway.reports.fates import FATES_IN_WORDS
 from headway.reports.plots import GREY, INK, MUTED, RED, house_style
 from headway.reports.record import RunRecord
 from headway.reports.summary import Span, Timeline
@@ -47,17 +48,28 @@ class Drawing:
         return sum(len(lane) for lane in self.lanes) + len(self.trainer) + len(self.syncs)
 
 
-def drawing(lines: Timeline, max_bars: int | None = None) -> Drawing:
-    """At most `max_bars` (MAX_BARS) bars of at most MAX_LANES lanes: the whole run, or half of them of either end."""
+def drawing(lines: Timeline, max_bars: int | None = None, max_lanes: int = MAX_LANES) -> Drawing:
+    """At most `max_bars` (MAX_BARS) bars of at most max_lanes lanes: the whole run, or half of them of either end."""
     max_bars = max_bars or MAX_BARS
-    rows = [*lines.lanes[:MAX_LANES], lines.trainer, lines.syncs]
+    rows = [*lines.lanes[:max_lanes], lines.trainer, lines.syncs]
     spans = [span for row in rows for span in row]
     windows = [Window(0.0, lines.total_s)]
     if len(spans) > max_bars:
         windows = _beginning_and_end(spans, lines.total_s, max_bars // 2)
         rows = [[span for span in row if _touches(span, windows)] for row in rows]
+    return _drawing(lines, rows, windows, len(spans))
+
+
+def drawing_of(lines: Timeline, windows: list[Window]) -> Drawing:
+    """The bars that touch these windows."""
+    rows = [*lines.lanes[:MAX_LANES], lines.trainer, lines.syncs]
+    num_spans = sum(map(len, rows))
+    return _drawing(lines, [[span for span in row if _touches(span, windows)] for row in rows], windows, num_spans)
+
+
+def _drawing(lines: Timeline, rows: list[list[Span]], windows: list[Window], num_spans: int) -> Drawing:
     *lanes, trainer, syncs = rows
-    return Drawing(lanes, trainer, syncs, windows, len(lines.lanes), len(spans) - sum(map(len, rows)))
+    return Drawing(lanes, trainer, syncs, windows, len(lines.lanes), num_spans - sum(map(len, rows)))
 
 
 def _beginning_and_end(spans: Sequence[Span], total_s: float, max_bars: int) -> list[Window]:
@@ -77,23 +89,29 @@ def gantt(run: RunRecord) -> go.Figure | None:
     shown = drawing(lines)
     if not shown.num_bars:
         return None
-    figure = go.Figure()
-    for trace in _lane_bars(shown, run.unit):
-        figure.add_trace(trace)
-    trainer_row = len(shown.lanes) + 0.6
-    figure.add_trace(_trainer_bars(shown, trainer_row, run.unit))
-    figure.add_trace(_sync_bars(shown, trainer_row, run.unit))
-    figure.add_trace(_published_lines(shown, trainer_row))
+    figure = picture(shown, run.unit)
     for at_s in lines.resumed_s:
         figure.add_vline(
             x=at_s,
             line={"color": RED, "width": 2},
             annotation={"text": "resumed", "font": {"color": RED, "size": 12}},
         )
+    add_view_buttons(figure, views(lines, shown.windows))
+    return figure
+
+
+def picture(shown: Drawing, unit: str) -> go.Figure:
+    """The bars, their axes and their legends, without buttons."""
+    figure = go.Figure()
+    for trace in _lane_bars(shown, unit):
+        figure.add_trace(trace)
+    trainer_row = len(shown.lanes) + 0.6
+    figure.add_trace(_trainer_bars(shown, trainer_row, unit))
+    figure.add_trace(_sync_bars(shown, trainer_row, unit))
+    figure.add_trace(_published_lines(shown, trainer_row))
     house_style(figure, ABOVE_PX + BELOW_PX + _plot_px(shown), barmode="overlay", hovermode="closest", dragmode="pan")
     _legends(figure, _plot_px(shown))
-    _axes(figure, shown, trainer_row, run.unit)
-    _view_buttons(figure, lines, shown)
+    _axes(figure, shown, trainer_row, unit)
     return figure
 
 
@@ -117,14 +135,72 @@ def _lane_bars(shown: Drawing, unit: str) -> list[go.Bar]:
     for number, color in enumerate(VERSION_COLORS):
         bars = [(row, span) for row, span in placed if not span.evaluation and span.version % num_colors == number]
         if bars:
-            marker = {"color": color, "line": {"color": "white", "width": 0.6}}
-            traces.append(_trace_of(bars, _version_label(bars), marker, unit))
+            bars.sort(key=lambda bar: _look(bar[1]) is not PLAIN)  # the legend looks like the first one
+            traces.append(_trace_of(bars, _version_label(bars), _looks(color, [span for _, span in bars]), unit))
+    traces += _look_legend([span for _, span in placed])
     evaluation = [(row, span) for row, span in placed if span.evaluation]
     if evaluation:
         hatched = {"shape": "/", "fgcolor": GREY, "bgcolor": "#eef1f4", "size": 5, "solidity": 0.25}
         marker = {"color": "#eef1f4", "pattern": hatched, "line": {"color": GREY, "width": 0.4}}
         traces.append(_trace_of(evaluation, "evaluation", marker, unit).update(legend="legend2"))
     return traces
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a stretch is marked beside its colour. shape: of the pattern, as plotly names it."""
+
+    name: str
+    shape: str = ""
+    opacity: float = 1.0
+
+
+PLAIN = Look("")
+PAUSED = Look("paused, goes on later", opacity=0.45)
+THROWN_AWAY = Look("thrown away or lost", shape="x")
+RELEASED = Look("whole, and not to be trained", shape=".")
+INTERRUPTED = Look("interrupted", shape="\\")
+
+
+def _look(span: Span) -> Look:
+    if span.ended_by == "paused":
+        return PAUSED
+    if span.fate in ("aborted", "lost", "killed"):
+        return THROWN_AWAY
+    if span.fate in ("dropped", "filtered", "failed"):
+        return RELEASED
+    return INTERRUPTED if span.interrupted else PLAIN
+
+
+def _looks(color: str, spans: Sequence[Span]) -> dict[str, Any]:
+    """The marker of bars of one colour; plain where none is marked, so that the page stays small."""
+    looks = [_look(span) for span in spans]
+    marker: dict[str, Any] = {"color": color, "line": {"color": "white", "width": 0.6}}
+    if any(look.shape for look in looks):
+        marker["pattern"] = {**PATTERN, "shape": [look.shape for look in looks], "bgcolor": color}
+    if any(look.opacity < 1 for look in looks):
+        marker["opacity"] = [look.opacity for look in looks]
+    return marker
+
+
+PATTERN = {"fgcolor": INK, "size": 6, "solidity": 0.22}
+
+
+def _look_legend(spans: Sequence[Span]) -> list[go.Bar]:
+    """What the marks mean, of those that occur."""
+    found = {_look(span) for span in spans if not span.evaluation}
+    return [
+        go.Bar(
+            base=[None],
+            x=[None],
+            y=[None],
+            name=look.name,
+            legend="legend2",
+            marker={"color": "#c3ccd5", "opacity": look.opacity, "pattern": {**PATTERN, "shape": look.shape}},
+        )
+        for look in (PAUSED, INTERRUPTED, THROWN_AWAY, RELEASED)
+        if look in found
+    ]
 
 
 def _trace_of(bars: Sequence[tuple[int, Span]], name: str, marker: dict[str, Any], unit: str) -> go.Bar:
@@ -141,7 +217,17 @@ def _version_label(bars: Sequence[tuple[int, Span]]) -> str:
 def _rollout_text(span: Span, unit: str) -> str:
     what = f"evaluation answer {span.name[1:]}" if span.evaluation else f"rollout {span.name[1:]}"
     tokens = f", {span.tokens:g} tokens" if span.tokens and unit == "s" else ""
-    return f"{what}, version {span.version}{tokens}<br>{_when(span, unit)}"
+    return f"{what}, version {span.version}{tokens}{_became(span)}<br>{_when(span, unit)}"
+
+
+def _became(span: Span) -> str:
+    """What became of a rollout, where it isn't simply trained."""
+    said = ["goes on"] if span.resumed else []
+    said += ["interrupted"] if span.interrupted else []
+    said += ["paused"] if span.ended_by == "paused" else []
+    if span.fate not in (None, "trained", "evaluation"):
+        said.append(FATES_IN_WORDS[span.fate])
+    return "".join(f", {word}" for word in said)
 
 
 def _when(span: Span, unit: str) -> str:
@@ -221,8 +307,7 @@ def _legends(figure: go.Figure, plot_px: int) -> None:
     )
 
 
-def _view_buttons(figure: go.Figure, lines: Timeline, shown: Drawing) -> None:
-    views = _views(lines, shown)
+def add_view_buttons(figure: go.Figure, views: Sequence[View]) -> None:
     figure.update_xaxes(range=views[0][1])
     figure.update_layout(
         updatemenus=[
@@ -246,23 +331,27 @@ def _view_buttons(figure: go.Figure, lines: Timeline, shown: Drawing) -> None:
     )
 
 
-def _views(lines: Timeline, shown: Drawing) -> list[tuple[str, list[float]]]:
-    """(label, [from, to]) of each button; the first is what is shown at first."""
+View = tuple[str, list[float]]
+"""A button's label, and the stretch of time [from, to] that it shows."""
+
+
+def views(lines: Timeline, windows: Sequence[Window]) -> list[View]:
+    """Of what is drawn of a timeline in these windows. The first one is shown at first."""
     ends = [span.ended_s for span in lines.syncs if span.finished]
-    whole = [0.0, lines.total_s]
+    first, last = windows[0], windows[-1]
+    whole = [0.0, last.ended_s]
     if len(ends) <= STEPS_IN_VIEW:
         return [("whole run", whole)]
-    first, last = shown.windows[0], shown.windows[-1]
-    views = [
+    found = [
         (f"first {STEPS_IN_VIEW} steps", [0.0, min(ends[STEPS_IN_VIEW - 1] * 1.02, first.ended_s)]),
-        (f"last {STEPS_IN_VIEW} steps", [max(ends[-STEPS_IN_VIEW - 1], last.began_s), lines.total_s]),
+        (f"last {STEPS_IN_VIEW} steps", [max(ends[-STEPS_IN_VIEW - 1], last.began_s), last.ended_s]),
     ]
-    if len(shown.windows) == 1:
-        views.append(("whole run", whole))
+    if len(windows) == 1:
+        found.append(("whole run", whole))
     else:
-        views.append(("whole beginning", [0.0, first.ended_s]))
-        views.append(("whole end", [last.began_s, lines.total_s]))
-    return views
+        found.append(("whole beginning", [0.0, first.ended_s]))
+        found.append(("whole end", [last.began_s, last.ended_s]))
+    return found
 
 
 def shown_note(run: RunRecord) -> str:

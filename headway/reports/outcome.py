@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from headway.reports import alarms
+from headway.reports import alarms, goodput_table
 from headway.reports.interval import wilson
 from headway.reports.record import RunRecord
 from headway.reports.wording import duration, percent
@@ -26,7 +26,8 @@ def outcome(run: RunRecord) -> dict[str, Any]:
     evaluation (version, correct, num, accuracy, low and high of the 95 % interval, format_alone: the accuracy if every
     right result counted wherever the answer holds it, None where the scorer can't say); trust: of the last `last_steps`
     what was measured of mismatch KL (k3), canary KL (k3), effective sample size and entropy, and the entropy of the
-    first step; alarms: in words; unsound: what objective.unsound overrode.
+    first step; alarms: in words; unsound: what objective.unsound overrode; lags, lengths and goodput: as
+    `summary.summarise`.
     """
     figures: dict[str, Any] = {
         "ended": run.ended,
@@ -35,6 +36,12 @@ def outcome(run: RunRecord) -> dict[str, Any]:
         "trained_tokens": sum(row.get("trained_tokens") or 0 for row in run.steps),
         "mean_lag": run.figures["mean_lag"],
         "max_lag": run.figures["max_lag"],
+        "token_lag": run.figures["token_lag"],
+        "lag_bound": run.figures["lag_bound"],
+        "over_run_ahead": run.figures["over_run_ahead"],
+        "trained_length": run.figures["trained_length"],
+        "started_length": run.figures["started_length"],
+        "goodput": run.figures["goodput"],
         "greedy": [_evaluated(event, run.answers) for event in run.evaluations if event["num"]],
         "last_steps": last_steps(run),
         "trust": _trust(run),
@@ -99,6 +106,7 @@ def describe(figures: dict[str, Any]) -> str:
         )
     lines += _describe_greedy(figures["greedy"])
     lines += _describe_trust(figures["trust"], figures["last_steps"])
+    lines += goodput_table.lines(figures["goodput"], (figures["trained_length"], figures["started_length"]))
     lines += [f"warning: {alarm}" for alarm in figures["alarms"]]
     lines += [f"warning: unsound, and trained all the same: {reason}" for reason in figures["unsound"]]
     return "\n".join(lines)

@@ -1,24 +1,21 @@
-"""A run's page: one HTML file that holds all it shows and asks nothing of the network.
-
-The file may hold hostile text (prompts, answers, names). Three walls: everything that is shown is escaped, figures are
-JSON in which no tag can end, and a content security policy lets only the two scripts of this file run (by their hash).
-"""
+"""A run's page: one HTML file that holds all it shows. Everything that is shown is escaped."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from headway.reports import alarms, pictures, rollout_text, wording
+from headway.reports.document import document
 from headway.reports.interval import wilson
 from headway.reports.outcome import last_steps, num_misplaced, reward_ends
-from headway.reports.page_style import CSS, DRAW
+from headway.reports.page_style import DRAW
 from headway.reports.pictures import Picture
 from headway.reports.record import MAX_POINTS, RunRecord, read_run
 from headway.trace import Event
@@ -26,21 +23,25 @@ from headway.trace import Event
 PAGE = "index.html"
 
 
-def write_page(run_folder: Path) -> Path:
-    """Write RUN/index.html -> its path. Raises UserError when RUN/ is no run folder."""
+def write_page(run_folder: Path, simulated: Sequence[Event] | str = ()) -> Path:
+    """Write RUN/index.html -> its path. Raises UserError when RUN/ is no run folder.
+
+    simulated: the trace of the same run, simulated from its own, or why there is none.
+    """
     path = Path(run_folder) / PAGE
-    document = page(read_run(Path(run_folder)))
+    known = "not_simulated" if isinstance(simulated, str) else "simulated"
+    run = replace(read_run(Path(run_folder)), **{known: simulated})
+    document = page(run)
     path.write_text(document, encoding="utf-8", errors="replace")  # a model may write half a surrogate pair
     return path
 
 
 def page(run: RunRecord) -> str:
     """The whole document."""
-    from plotly.offline import get_plotlyjs
-
-    from headway.reports import trust_table
+    from headway.reports import goodput_table, trust_table
 
     plots: dict[str, Any] = {}
+    goodput = goodput_table.table(run.figures["goodput"], run.unit)
     trust = {"before": trust_table.glance(run), "after": trust_table.table(run)}
     body = "\n".join(
         [
@@ -54,48 +55,13 @@ def page(run: RunRecord) -> str:
             _section("Is it learning?", pictures.learning(), run, plots),
             _section("Can the update be trusted?", pictures.trust(), run, plots, **trust),
             _rollouts(run),
-            _section("Did the hardware wait?", pictures.hardware(), run, plots),
+            _section("Who was trained?", pictures.fairness(), run, plots),
+            _section("Did the hardware wait?", pictures.hardware(run), run, plots, after=_not_simulated(run) + goodput),
             _settings(run),
         ]
     )
     title = f"unsound: {_name(run)}" if run.unsound else _name(run)
-    return _document(title, body, plots, [get_plotlyjs(), DRAW])
-
-
-def _document(title: str, body: str, plots: dict[str, Any], scripts: Sequence[str]) -> str:
-    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
-    library, draw = scripts
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)} · Headway</title>
-<style>{CSS}{rollout_text.shade_css()}</style>
-</head>
-<body>
-<main>
-{body}
-<footer>Made by Headway from the run's trace. Everything shown is inside this file.</footer>
-</main>
-<script type="application/json" id="figures">{json_in_html(plots)}</script>
-<script>{library}</script>
-<script>{draw}</script>
-</body>
-</html>
-"""
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def json_in_html(value: Any) -> str:
-    """JSON that no tag, comment or entity can begin or end in."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return document(title, body, plots, DRAW, css=rollout_text.shade_css(), source="the run's trace")
 
 
 # ---- the top of the page
@@ -147,6 +113,9 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("objective", run.setting("objective.name")),
         ("corrections", ", ".join(run.setting("objective.corrections") or ()) or None),
         ("run_ahead", f"{header['run_ahead']:g}" if "run_ahead" in header else None),
+        ("order", _order(header)),
+        ("max_lag", _stragglers(header)),
+        ("no trained lag above", header.get("lag_bound")),
         ("batch", batch_text if batch else None),
         ("lanes", header.get("lanes")),
         ("learning rate", run.setting("train.learning_rate")),
@@ -155,6 +124,17 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("seed", header.get("seed")),
     ]
     return [(label, str(value)) for label, value in facts if value is not None]
+
+
+def _order(header: Mapping[str, Any]) -> str | None:
+    order, window = header.get("order", "finished"), header.get("window")
+    return None if order == "finished" else order + (f" of {window} groups" if window else "")
+
+
+def _stragglers(header: Mapping[str, Any]) -> str | None:
+    if header.get("max_lag") is None:
+        return None
+    return f"{header['max_lag']}: {', '.join(header.get('stragglers') or ['accept'])}"
 
 
 def outcome(run: RunRecord) -> str:
@@ -179,7 +159,7 @@ def _time(run: RunRecord, total: float) -> str:
 
 
 def _tokens(run: RunRecord) -> float:
-    return sum(event["tokens"] for event in run.events if event.kind == "generated")
+    return sum(life.tokens for life in run.timeline.lives)
 
 
 def _reward_gain(run: RunRecord) -> str:
@@ -222,12 +202,7 @@ def _notes(run: RunRecord) -> str:
             f"The run was resumed {times}, from version {versions}. Steps that were trained again are shown once, as "
             "they came out last; the time between stop and resume is not counted."
         )
-    failed = sum(event.kind == "failed" for event in run.events)
-    if failed:
-        notes.append(f"{failed} group{'s' * (failed > 1)} could not be trained: too few of the rollouts were scored.")
-    retired = sum(event.kind == "retired" for event in run.events)
-    if retired:
-        notes.append(f"{retired:,} prompt{'s' * (retired > 1)} came to be answered right so often that asking ended.")
+    notes += _befell(run)
     skipped = max((row.get("skipped_steps") or 0 for row in run.steps), default=0)  # each row counts from the start
     if skipped:
         notes.append(f"{skipped:g} optimizer step(s) were skipped because a gradient was not finite.")
@@ -237,6 +212,42 @@ def _notes(run: RunRecord) -> str:
             f"The log-ratio of {not_finite:,.0f} trained tokens was not finite: they are in no figure of the mismatch."
         )
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+
+
+def _befell(run: RunRecord) -> list[str]:
+    """What became of groups and rollouts that were not simply trained."""
+    num = Counter(event.kind for event in run.events)
+    num["interrupted"] = sum(event.fields.get("finish") == "interrupted" for event in run.events)
+    return [_plural(num[kind], *words) for kind, words in BEFELL.items() if num[kind]]
+
+
+def _plural(num: int, noun: str, one: str, many: str) -> str:
+    return f"{num:,} {noun}{'s' * (num > 1)} {one if num == 1 else many}."
+
+
+BEFELL = {
+    "failed": ("group", *["could not be trained: too few of the rollouts were scored"] * 2),
+    "dropped": ("group", "was dropped: its lag was above max_lag", "were dropped: their lag was above max_lag"),
+    "filtered": (
+        "group",
+        "was replaced, as all its rewards were the same",
+        "were replaced, as all their rewards were the same",
+    ),
+    "restarted": ("group", *["began again under newer weights"] * 2),
+    "interrupted": (
+        "rollout",
+        "was interrupted and counts as it was",
+        "were interrupted and count as they were",
+    ),
+    "aborted": ("rollout", "was thrown away", "were thrown away"),
+    "lost": (
+        "rollout",
+        "was lost by the engine and began again or was given up",
+        "were lost by the engine and began again or were given up",
+    ),
+    "retired": ("prompt", *["came to be answered right so often that asking ended"] * 2),
+}
+"""Kind of event -> whom it befell, and what is said of one and of many."""
 
 
 def _cards(run: RunRecord) -> str:
@@ -380,16 +391,24 @@ def _figure(picture: Picture, name: str, height: float, note: str) -> str:
 
 
 def _cut_note(picture: Picture, run: RunRecord) -> str:
-    from headway.reports import gantt
+    from headway.reports import gantt, simulated_timeline
 
     if picture.name == "timeline":
         note = gantt.shown_note(run)
         return f" {note}" if note else ""
+    if picture.name == "simulated":
+        return f" {simulated_timeline.comparison(run)}"
     num_steps = len(run.steps)
     if num_steps > MAX_POINTS:
         width = -(-num_steps // MAX_POINTS)
         return f" Each point joins {width} neighbouring steps."
     return ""
+
+
+def _not_simulated(run: RunRecord) -> str:
+    if not run.not_simulated:
+        return ""
+    return f'<p class="absent">The same run can\'t be simulated from its trace: {html.escape(run.not_simulated)}.</p>'
 
 
 def _rollouts(run: RunRecord) -> str:

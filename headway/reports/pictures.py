@@ -155,9 +155,45 @@ def trust() -> list[Picture]:
     ]
 
 
-def hardware() -> list[Picture]:
-    from headway.reports import figures, gantt
+def fairness() -> list[Picture]:
+    from headway.reports import fairness_figures
 
+    return [
+        Picture(
+            "lengths",
+            "Mean length, trained against started",
+            "Of the rollouts that each step took, and of all that were started since the step before and have ended, "
+            "whatever became of them; points: those dropped, interrupted, filtered out or thrown away meanwhile. With "
+            "order finished the first batches hold the short ones, as the long ones are not done yet; these follow, "
+            "and in the long run every length is trained as often as it is started. Dropping the late ones, or ending "
+            "the run, makes the bias permanent. Below: the ratio of the means over all steps so far.",
+            "the two curves meet after the first steps, and the ratio comes to 1; below 1 long answers are trained too "
+            "rarely.",
+            fairness_figures.trained_length,
+        ),
+        Picture(
+            "fates",
+            "Lengths by what became of them",
+            "All rollouts that have ended, by their length. One that was thrown away, and that no other replaced, "
+            "counts with what it had come to.",
+            "one colour over the whole range; another one at the long end means that long answers are left out.",
+            fairness_figures.length_histogram,
+        ),
+    ]
+
+
+def hardware(run: RunRecord) -> list[Picture]:
+    from headway.reports import figures, gantt, simulated_timeline
+
+    again = Picture(
+        "simulated",
+        "The same run, simulated from its trace",
+        "The same schedule on virtual time: each rollout, score, train step, sync and checkpoint takes as long as it "
+        "took in the run, and nothing else takes any.",
+        "like the picture above, and little shorter; then headway simulate --replay RUN tells what another schedule "
+        "would have given. What is missing is time that no stage accounts for.",
+        simulated_timeline.figure,
+    )
     return [
         Picture(
             "timeline",
@@ -167,6 +203,7 @@ def hardware() -> list[Picture]:
             "lanes without gaps; the trainer waits for rollouts rather than rollouts for the trainer.",
             gantt.gantt,
         ),
+        *([again] if run.simulated else []),
         Picture(
             "utilization",
             "Utilisation",

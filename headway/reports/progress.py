@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
@@ -21,6 +22,15 @@ from headway.trace import Event
 REFRESHES_PER_S = 4
 MIN_COLUMNS = 20
 """A narrower terminal gets plain lines."""
+
+SPARSE = {
+    "failed": ("group", "can't be trained"),
+    "dropped": ("group", "was dropped"),
+    "filtered": ("group", "was replaced"),
+    "restarted": ("group", "begins again"),
+    "lost": ("rollout", "was lost"),
+}
+"""Events of which the first few are said, and then fewer and fewer: kind -> who, and what became of it."""
 
 
 class ProgressLine:
@@ -45,7 +55,7 @@ class ProgressLine:
         self._stream = stream or sys.stdout
         self._status = Status(evaluation_size, now)
         self._phase = ""
-        self._num_failed = 0
+        self._num_said: Counter[str] = Counter()
         self._said_alarms: set[str] = set()
         self._lock = threading.Lock()  # the timer's thread reads what events change
         self._speaks_unicode = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
@@ -82,8 +92,8 @@ class ProgressLine:
             self._say_unsound()
         if event.kind == "trained":
             self._say_warnings(event)
-        if event.kind == "failed":
-            self._say_failed(event)
+        if event.kind in SPARSE:
+            self._say_sparsely(event)
         if event.kind == "evaluated":
             self._say(wording.evaluation(event))
         elif not self._live and event.kind == "trained":
@@ -106,11 +116,13 @@ class ProgressLine:
         for text in said:
             self._say(f"warning: train step {trained['version']}: {text}")
 
-    def _say_failed(self, event: Event) -> None:
+    def _say_sparsely(self, event: Event) -> None:
         """The first few one by one, then at every doubling: a broken grader must be seen, and not fill the screen."""
-        self._num_failed += 1
-        if self._num_failed <= 3 or self._num_failed & (self._num_failed - 1) == 0:
-            self._say(f"group {event['group']} can't be trained ({self._num_failed} so far): {event['reason']}")
+        self._num_said[event.kind] += 1
+        num = self._num_said[event.kind]
+        if num <= 3 or num & (num - 1) == 0:
+            who, what = SPARSE[event.kind]
+            self._say(f"{who} {event[who]} {what} ({num} so far): {event['reason']}")
 
     def line(self) -> str:
         """The live line as it stands."""

@@ -34,7 +34,8 @@ class RunRecord:
     events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
     read) and config_text, as written; objective_text: what was trained, in words; steps: one row per train step behind
     the newest weights; evaluations: their `evaluated` events; answers: the greedy answers behind them; rollouts: the
-    kept rollouts in order of training; result: run.json; notes: what was wrong.
+    kept rollouts in order of training; result: run.json; notes: what was wrong. simulated: the trace of the same run,
+    simulated from this one (empty where it wasn't), and not_simulated: why it can't be.
     """
 
     folder: Path
@@ -48,6 +49,8 @@ class RunRecord:
     rollouts: list[dict[str, Any]]
     result: dict[str, Any]
     notes: list[str]
+    simulated: Sequence[Event] = ()
+    not_simulated: str = ""
 
     @cached_property
     def header(self) -> Event:

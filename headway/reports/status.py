@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from headway.reports.alarms import Alarm, Watch
@@ -29,6 +30,7 @@ class Status:
         self._began_s = now()
         self._metrics = StepMetrics(self._keep_row)
         self._batch_size, self._group_size, self.num_steps = 1, 1, 0
+        self._order = "finished"
         self.version = 0
         self.row: dict[str, Any] = {}
         self.unsound: list[str] = []
@@ -38,6 +40,7 @@ class Status:
 
     def _forget_in_flight(self) -> None:
         self._generating: set[int] = set()
+        self._paused: set[int] = set()
         self._scoring: set[int] = set()
         self._evaluated: set[int] = set()
         self._num_evaluated = 0
@@ -58,6 +61,7 @@ class Status:
     def _on_run(self, event: Event) -> None:
         self._batch_size, self._group_size = event["batch_size"], event["group_size"]
         self.num_steps, self.version = event["steps"], event["version"]
+        self._order = event.fields.get("order", "finished")
         self.unsound, self._watch = list(event.fields.get("unsound", ())), Watch()
         self._began_s = self._now()
         self._forget_in_flight()
@@ -69,9 +73,29 @@ class Status:
         else:
             self._answers.setdefault(event["group"], 0)
 
+    def _on_resumed(self, event: Event) -> None:
+        self._paused.discard(event["rollout"])
+        self._on_started(event)
+
+    def _on_restored(self, event: Event) -> None:
+        if event["outcome"] is None:
+            self._paused.add(event["rollout"])
+        self._answers[event["group"]] = self._answers.get(event["group"], 0) + (event["outcome"] == "scored")
+
     def _on_generated(self, event: Event) -> None:
         self._generating.discard(event["rollout"])
         self._scoring.add(event["rollout"])
+
+    def _on_paused(self, event: Event) -> None:
+        self._generating.discard(event["rollout"])
+        self._paused.add(event["rollout"])
+
+    def _on_aborted(self, event: Event) -> None:
+        for rollouts in (self._generating, self._paused, self._scoring):
+            rollouts.discard(event["rollout"])
+
+    def _on_lost(self, event: Event) -> None:
+        self._generating.discard(event["rollout"])
 
     def _on_scored(self, event: Event) -> None:
         self._scoring.discard(event["rollout"])
@@ -84,8 +108,13 @@ class Status:
     def _on_evaluated(self, _: Event) -> None:
         self._num_evaluated = 0
 
+    def _on_restarted(self, event: Event) -> None:
+        self._answers[event["group"]] = 0
+
     def _on_failed(self, event: Event) -> None:
         self._answers.pop(event["group"], None)
+
+    _on_dropped = _on_filtered = _on_failed
 
     def _on_taken(self, event: Event) -> None:
         for group in event["groups"]:
@@ -150,19 +179,26 @@ class Status:
     def _missing(self) -> str:
         """How much of the next batch is still to come. A group is there when all of its rollouts have been scored."""
         size = self._group_size
-        complete = sum(num >= size for num in self._answers.values())
         needed = self._batch_size // size
-        missing = needed - complete
+        awaited = self._awaited(needed)
+        missing = needed - sum(num >= size for num in awaited.values())
         if missing <= 0:
-            return "taking a batch"
+            return "taking a batch" if self._order != "window" else "waiting for the oldest groups"
+        oldest = "oldest " if self._order == "started" else ""
         if size == 1:
-            return f"waiting for {missing} of {needed} rollouts"
-        return f"waiting for {missing} of {needed} groups{self._nearest(missing)}"
+            return f"waiting for {missing} of {needed} {oldest}rollouts"
+        return f"waiting for {missing} of {needed} {oldest}groups{self._nearest(awaited, missing)}"
 
-    def _nearest(self, missing: int) -> str:
+    def _awaited(self, needed: int) -> dict[int, int]:
+        """Group -> its answers, of those that the next batch may be made of."""
+        if self._order != "started":
+            return self._answers
+        return dict(islice(self._answers.items(), needed))
+
+    def _nearest(self, awaited: dict[int, int], missing: int) -> str:
         if missing > MAX_GROUPS_NAMED:
             return ""
-        open_groups = [(group, num) for group, num in self._answers.items() if num < self._group_size]
+        open_groups = [(group, num) for group, num in awaited.items() if num < self._group_size]
         nearest = sorted(open_groups, key=lambda entry: (-entry[1], entry[0]))[:missing]
         named = ", ".join(f"group {group} has {num} of {self._group_size} answers" for group, num in nearest)
         return f" ({named})" if named else ""
@@ -178,6 +214,7 @@ class Status:
         num = len(self._generating - self._evaluated)
         num_scoring = len(self._scoring - self._evaluated)
         parts = [f"{num} rollout{'s' * (num != 1)} in flight"] if num else []
+        parts += [f"{len(self._paused)} paused"] if self._paused else []
         return ", ".join(parts + ([f"{num_scoring} being scored"] if num_scoring else []))
 
 

@@ -7,15 +7,20 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from headway.reports import goodput, lengths
+from headway.reports.fates import EndedBy, Fate, Life, Stretch, read_fates
 from headway.trace import Event
+from headway.types import UserError
 
 
 @dataclass(frozen=True)
 class Span:
     """Something that holds a lane, or the trainer, or the sync during [began_s, ended_s).
 
-    version: of a rollout, the weights it began with; of a train step, the weights it began from; of a sync, the
-    weights that were sent. finished: False where the run stopped first. tokens: sampled (rollouts only).
+    version: of a rollout, the weights under which it was handed to the lane; of a train step, the weights it began
+    from; of a sync, the weights that were sent. finished: False where the run stopped first. Of rollouts: tokens, all
+    that it has sampled; fate, what became of it in the end; ended_by, what freed the lane; resumed: it had held one
+    before; interrupted: it was whole then, by force.
     """
 
     name: str
@@ -25,17 +30,25 @@ class Span:
     evaluation: bool = False
     finished: bool = True
     tokens: float = 0.0
+    fate: Fate | None = None
+    ended_by: EndedBy | None = None
+    resumed: bool = False
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who was busy when. Spans still open when the run ended (or was killed) are clipped there."""
+    """Who was busy when. Spans still open when the run ended (or was killed) are clipped there.
+
+    lives: what became of each rollout (`fates`).
+    """
 
     lanes: list[list[Span]]
     trainer: list[Span]
     total_s: float
     syncs: list[Span] = field(default_factory=list)
     resumed_s: list[float] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
 
 
 def continuous(events: Sequence[Event]) -> list[Event]:
@@ -91,38 +104,41 @@ def kept_evaluations(events: Sequence[Event]) -> list[Event]:
 
 
 def timeline(events: Sequence[Event]) -> Timeline:
-    """Lanes (rollouts, and evaluation answers named e0, e1 ...), trainer (train steps) and syncs of a trace."""
+    """Lanes (rollouts, and evaluation answers named e0, e1 ...), trainer (train steps) and syncs of a trace.
+
+    A rollout that paused has several spans.
+    """
     assert events, "an empty trace has no timeline"
     assert events[0].kind == "run", "a trace begins with its run event"
     events = continuous(events)
-    spans = _OpenSpans(max(event["lanes"] for event in events if event.kind == "run"))
+    total_s = max(event.at_s for event in events)
+    fates = read_fates(events)
+    spans = _OpenSpans()
     for event in events:
         spans.add(event)
-    total_s = max(event.at_s for event in events)
     spans.cut(total_s)
-    resumed_s = [event.at_s for event in events[1:] if event.kind == "run"]
-    return Timeline(spans.lanes, spans.trainer, total_s, spans.syncs, resumed_s)
+    return Timeline(
+        lanes=[[_rollout_span(stretch) for stretch in lane] for lane in fates.lanes],
+        trainer=spans.trainer,
+        total_s=total_s,
+        syncs=spans.syncs,
+        resumed_s=[event.at_s for event in events[1:] if event.kind == "run"],
+        lives=fates.lives,
+    )
 
 
 class _OpenSpans:
-    """Pairs the event that opens a span with the one that closes it."""
+    """Pairs the event that opens a train step or a sync with the one that closes it."""
 
-    def __init__(self, num_lanes: int) -> None:
-        self.lanes: list[list[Span]] = [[] for _ in range(num_lanes)]
+    def __init__(self) -> None:
         self.trainer: list[Span] = []
         self.syncs: list[Span] = []
-        self._rollouts: dict[int, Event] = {}
         self._step: Event | None = None
         self._sync: Event | None = None
 
     def add(self, event: Event) -> None:
         if event.kind == "run":
             self.cut(event.at_s)
-        elif event.kind == "started":
-            self._rollouts[event["lane"]] = event
-        elif event.kind == "generated":
-            lane = event["lane"]
-            self.lanes[lane].append(_rollout_span(self._rollouts.pop(lane), event.at_s, tokens=event["tokens"]))
         elif event.kind == "taken":
             self._step = event
         elif event.kind == "trained":
@@ -134,9 +150,6 @@ class _OpenSpans:
 
     def cut(self, at_s: float) -> None:
         """The process is gone: whatever was open ended here, unfinished."""
-        for lane, started in self._rollouts.items():
-            self.lanes[lane].append(_rollout_span(started, at_s, finished=False))
-        self._rollouts.clear()
         self._close_step(at_s, finished=False)
         self._close_sync(at_s, finished=False)
 
@@ -153,33 +166,99 @@ class _OpenSpans:
             self._sync = None
 
 
-def _rollout_span(started: Event, ended_s: float, *, finished: bool = True, tokens: float = 0.0) -> Span:
-    evaluation = bool(started["evaluation"])
-    name = f"e{started['group']}" if evaluation else f"r{started['rollout']}"
-    return Span(name, started.at_s, ended_s, started["version"], evaluation, finished, tokens)
+def _rollout_span(stretch: Stretch) -> Span:
+    life = stretch.life
+    return Span(
+        name=f"e{life.group}" if life.evaluation else f"r{stretch.rollout}",
+        began_s=stretch.began_s,
+        ended_s=stretch.ended_s,
+        version=stretch.version,
+        evaluation=life.evaluation,
+        finished=stretch.ended_by != "cut",
+        tokens=life.tokens,
+        fate=life.fate,
+        ended_by=stretch.ended_by,
+        resumed=stretch.resumed,
+        interrupted=stretch.ended_by == "generated" and life.finish == "interrupted",
+    )
 
 
-def summarise(events: Sequence[Event]) -> dict[str, Any]:
+def summarise(events: Sequence[Event], warmup_steps: int = 0) -> dict[str, Any]:
     """The figures of `headway simulate --json`.
 
-    total: when the run ended; lane_utilization: busy lane time / (lanes x total); trainer_utilization: train time /
-    total; throughput: trained rollouts / total; mean_lag and max_lag over trained rollouts; batches: start indices
-    per step, in the order in which they were taken; lags: per step, in that order. In a resumed run, steps that were
-    trained again count once, and the time they took counts as busy time.
+    total: when the run ended; measured_from: where the window begins that all other figures are of, [the end of train
+    step `warmup_steps`, the end of the run]; lane_utilization: busy lane time / (lanes x window); trainer_utilization:
+    train time / window; throughput: trained rollouts / window; mean_lag and max_lag over trained rollouts, token_lag
+    over their tokens; over_run_ahead: the share of them whose lag is above run_ahead; lag_bound: what the schedule
+    proves (None: no bound); trained_length and started_length: mean length of the trained rollouts, and of all that
+    have ended, whatever became of them (None where there are none); goodput: as `goodput.figures`; batches: start
+    indices per step, in the order in which they were taken; lags: per step, in that order.
+
+    In a resumed run, steps that were trained again count once, and the time they took counts as busy time. Raises
+    UserError where the warm-up leaves no train step.
     """
     lines = timeline(events)
-    total = lines.total_s
-    taken = [step.taken for step in kept_steps(events)]
+    steps = kept_steps(continuous(events))
+    window = Window(_end_of(steps, warmup_steps), lines.total_s)
+    taken = [step.taken for step in steps[warmup_steps:]]
     lags = [lag for event in taken for lag in event["lags"]]
-    busy = sum(span.ended_s - span.began_s for lane in lines.lanes for span in lane)
-    training = sum(span.ended_s - span.began_s for span in lines.trainer)
+    header = next(event for event in reversed(events) if event.kind == "run")
+    run_ahead = header.fields.get("run_ahead", 0)
     return {
-        "total": total,
-        "lane_utilization": busy / (len(lines.lanes) * total) if total else 0.0,
-        "trainer_utilization": training / total if total else 0.0,
-        "throughput": len(lags) / total if total else 0.0,
+        "total": lines.total_s,
+        "measured_from": window.began_s,
+        "lane_utilization": _share(window.busy_s(*lines.lanes), len(lines.lanes) * window.length_s),
+        "trainer_utilization": _share(window.busy_s(lines.trainer), window.length_s),
+        "throughput": _share(len(lags), window.length_s),
         "mean_lag": fmean(lags) if lags else 0.0,
         "max_lag": max(lags, default=0),
+        "token_lag": _token_lag(taken, lines.lives),
+        "over_run_ahead": _share(sum(lag > run_ahead for lag in lags), len(lags)),
+        "lag_bound": header.fields.get("lag_bound"),
+        "trained_length": lengths.mean(lengths.trained(lines.lives, after_step=warmup_steps)),
+        "started_length": lengths.mean(lengths.started(lines.lives, after_s=window.began_s)),
+        "goodput": goodput.figures(lines.lives, len(lines.lanes), began_s=window.began_s, ended_s=window.ended_s),
         "batches": [event["rollouts"] for event in taken],
         "lags": [event["lags"] for event in taken],
     }
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is measured: [began_s, ended_s]."""
+
+    began_s: float
+    ended_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    def busy_s(self, *rows: Sequence[Span]) -> float:
+        """Time that the spans of all rows held, within the window."""
+        spans = (span for row in rows for span in row if span.ended_s > self.began_s)
+        return sum(span.ended_s - max(span.began_s, self.began_s) for span in spans)
+
+
+def _end_of(steps: Sequence[Step], warmup_steps: int) -> float:
+    if warmup_steps == 0:
+        return 0.0
+    if warmup_steps >= len(steps):
+        raise UserError(
+            f"{warmup_steps} train steps of warm-up leave nothing to measure of a run of {len(steps)}; take fewer"
+        )
+    return steps[warmup_steps - 1].trained.at_s
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _token_lag(taken: Sequence[Event], lives: Sequence[Life]) -> float:
+    """Mean lag over the trained tokens."""
+    tokens = dict[int, float]()
+    for life in lives:
+        if life.fate == "trained" and life.fate_in is not None:
+            tokens[life.fate_in] = tokens.get(life.fate_in, 0.0) + life.tokens
+    weighed = [(event["token_lag"], tokens.get(event["version"] + 1, 0.0)) for event in taken]
+    return _share(sum(lag * num for lag, num in weighed), sum(num for _, num in weighed))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from headway.reports.interval import wilson
 from headway.trace import Event
 
@@ -41,3 +44,32 @@ def evaluation(evaluated: Event) -> str:
     return (
         f"{name}: {evaluated['num_correct']} of {num} correct, {share} (95 % interval {interval(evaluated)}){unscored}"
     )
+
+
+def simulated(figures: Mapping[str, Any], why: str) -> str:
+    """The figures of a simulated run (`summary.summarise`) in a few lines. why: what holds its lag bound."""
+    bound = "has no bound" if figures["lag_bound"] is None else f"can't exceed {figures['lag_bound']}"
+    lines = [
+        f"total {figures['total']:g}  lane utilisation {figures['lane_utilization']:.1%}  "
+        f"trainer utilisation {figures['trainer_utilization']:.1%}  throughput {figures['throughput']:.4g}  "
+        f"lag mean {figures['mean_lag']:.3g} max {figures['max_lag']}",
+        f"lag {bound} ({why}); token-weighted mean {figures['token_lag']:.3g}; "
+        f"above run_ahead in {percent(figures['over_run_ahead'])} of the trained rollouts",
+        _lengths(figures),
+        *(f"{name}: {_shares(figures, key)}" for name, key in (("tokens", "token_share"), ("lane time", "lane_share"))),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _lengths(figures: Mapping[str, Any]) -> str:
+    trained, started = figures["trained_length"], figures["started_length"]
+    if not (trained and started):
+        return ""
+    return f"mean length trained {trained:.4g}, of all that ended {started:.4g} (ratio {trained / started:.3f})"
+
+
+def _shares(figures: Mapping[str, Any], key: str) -> str:
+    """What the tokens, or the time of the lanes, went to; the largest first."""
+    classes = figures["goodput"]["classes"].items()
+    shares = sorted(((amount[key], name) for name, amount in classes if amount[key]), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {percent(share)}" for share, name in shares)

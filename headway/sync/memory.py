@@ -14,16 +14,18 @@ from headway.stages import Generator
 
 @dataclass(frozen=True)
 class MemorySync:
-    """verify: compare a hash of every weight on both sides afterwards.
+    """verify: compare a hash of every weight on both sides afterwards. recompute: the keys and values of rollouts in
+    flight are computed again under the new weights.
 
     The trainer changes no weight until the hand-over is acknowledged, so nothing is staged in between.
     """
 
     engine: Generator
     verify: bool
+    recompute: bool = False
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        await self.engine.load(weights, version)
+        await self.engine.load(weights, version, recompute=self.recompute)
         if self.verify:
             sent, received = await asyncio.gather(asyncio.to_thread(fingerprint, weights), self.engine.fingerprint())
             if sent != received:

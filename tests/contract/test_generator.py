@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from headway.models.policy import Policy
 from headway.models.weights import fingerprint
-from headway.stages import Generator
+from headway.stages import Generator, Sample
 from headway.types import UserError
 from tests.generate.harness import ask, engine_of, run
-from tests.tiny import make_policy
+from tests.tiny import decode, make_policy
 
 Opened = AbstractAsyncContextManager[Generator]
 
@@ -201,12 +202,212 @@ def test_a_request_that_exceeds_the_context_is_refused_and_the_next_is_served(op
     assert len(run(program()).tokens) == 62
 
 
+# ---- ending early, looking on, going on
+
+
+def assert_beginning(sample: Sample, whole: Sample, length: int) -> None:
+    """The interrupted beginning of an answer, with what belongs to its tokens."""
+    assert (sample.tokens, sample.versions) == (whole.tokens[:length], whole.versions[:length])
+    assert sample.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+    assert (sample.finish, sample.text) == ("interrupted", decode(whole.tokens[:length]))
+
+
+def test_an_interrupted_rollout_is_returned_as_far_as_it_has_come(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 60))
+            request = ask("ab", 60)
+            task = asyncio.create_task(generator.sample(request))
+            await asyncio.sleep(0)
+            generator.interrupt(request)
+            return whole, await task
+
+    whole, sample = run(program())
+    assert len(sample.tokens) < 60
+    assert_beginning(sample, whole, len(sample.tokens))
+
+
+def test_a_request_is_itself_and_an_equal_one_goes_on(opened):
+    async def program():
+        async with opened() as generator:
+            first, second = ask("ab", 40), ask("ab", 40)
+            tasks = [asyncio.create_task(generator.sample(request)) for request in (first, second)]
+            await asyncio.sleep(0)
+            generator.interrupt(second)
+            return await asyncio.gather(*tasks)
+
+    first, second = run(program())
+    assert (first.finish, second.finish) == ("length", "interrupted")
+
+
+def test_interrupting_what_is_not_in_flight_does_nothing(opened):
+    async def program():
+        async with opened() as generator:
+            request = ask("ab", 6)
+            generator.interrupt(request)
+            sample = await generator.sample(request)
+            generator.interrupt(request)
+            return sample, await generator.sample(request)
+
+    before, after = run(program())
+    assert before.tokens == after.tokens
+    assert after.finish == "length"
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_rollout_that_waits_is_interrupted_with_what_it_came_with(opened, length):
+    """Two others have the places."""
+
+    async def program():
+        async with opened() as generator:
+            so_far = await generator.sample(ask("ab", 60, pause_after=length)) if length else None
+            others = [asyncio.create_task(generator.sample(ask("1+2=", 60, member=member))) for member in range(2)]
+            request = ask("ab", 60, so_far=so_far)
+            task = asyncio.create_task(generator.sample(request))
+            await asyncio.sleep(0)
+            generator.interrupt(request)
+            return so_far, await task, await asyncio.gather(*others)
+
+    so_far, sample, others = run(program())
+    assert sample == (so_far or Sample((), (), (), "interrupted", ""))
+    assert [other.finish for other in others] == ["length", "length"]
+
+
+def test_a_look_at_a_rollout_leaves_it_alone(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 50))
+            request = ask("ab", 50)
+            task = asyncio.create_task(generator.sample(request))
+            await asyncio.sleep(0)
+            looks = [await generator.peek(request) for _ in range(4)]
+            return whole, looks, await task, await generator.peek(request)
+
+    whole, looks, sample, afterwards = run(program())
+    assert sample.tokens == whole.tokens
+    assert afterwards is None
+    lengths = [len(look.tokens) for look in looks]
+    assert lengths == sorted(lengths)
+    for look, length in zip(looks, lengths, strict=True):
+        assert_beginning(look, whole, length)
+
+
+@pytest.mark.parametrize("length", [1, 3, 11])
+def test_an_interrupted_rollout_goes_on_where_it_was(opened, length):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 12))
+            begun = await generator.sample(ask("ab", 12, pause_after=length))
+            return whole, begun, await generator.sample(ask("ab", 12, so_far=begun))
+
+    whole, begun, sample = run(program())
+    assert_beginning(begun, whole, length)
+    assert sample.logprobs[:length] == begun.logprobs, "what was recorded is not recorded again"
+    assert (sample.tokens, sample.versions, sample.finish) == (whole.tokens, whole.versions, "length")
+    assert sample.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+def test_a_rollout_may_pause_as_often_as_it_likes(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 13))
+            parts = [await generator.sample(ask("ab", 13, pause_after=3))]
+            while parts[-1].finish == "interrupted":
+                parts.append(await generator.sample(ask("ab", 13, so_far=parts[-1], pause_after=3)))
+            return whole, parts
+
+    whole, parts = run(program())
+    assert [len(part.tokens) for part in parts] == [3, 6, 9, 12, 13]
+    assert parts[-1].tokens == whole.tokens
+    assert parts[-1].logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+def test_a_pause_after_nothing_returns_what_it_came_with(opened):
+    async def program():
+        async with opened() as generator:
+            begun = await generator.sample(ask("ab", 12, pause_after=5))
+            again = await generator.sample(ask("ab", 12, so_far=begun, pause_after=0))
+            return begun, again, await generator.sample(ask("ab", 12, pause_after=0))
+
+    begun, again, nothing = run(program())
+    assert again == begun
+    assert (nothing.tokens, nothing.finish) == ((), "interrupted")
+
+
+def test_an_end_that_comes_with_the_pause_is_an_end(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 12))
+            end = frozenset({whole.tokens[5]})
+            length = whole.tokens.index(whole.tokens[5]) + 1
+            return [
+                await generator.sample(ask("ab", 12, end_ids=end, pause_after=length)),
+                await generator.sample(ask("ab", 5, pause_after=5)),
+            ]
+
+    assert [sample.finish for sample in run(program())] == ["stop", "length"]
+
+
+def test_a_rollout_that_goes_on_under_other_weights_is_a_patchwork(opened):
+    new = make_policy(seed=1)
+
+    async def program():
+        async with opened() as generator:
+            begun = await generator.sample(ask("ab", 12, pause_after=5))
+            await generator.load(new.weights(), 3)
+            return begun, await generator.sample(ask("ab", 12, so_far=begun))
+
+    begun, sample = run(program())
+    assert sample.versions == (0,) * 5 + (3,) * 7
+    assert (sample.tokens[:5], sample.logprobs[:5]) == (begun.tokens, begun.logprobs)
+
+
+def test_an_update_with_recomputing_lets_rollouts_in_flight_go_on(opened):
+    new = make_policy(seed=1)
+
+    async def program():
+        async with opened() as generator:
+            task = asyncio.create_task(generator.sample(ask("ab", 50)))
+            await asyncio.sleep(0)
+            await generator.load(new.weights(), 1, recompute=True)
+            return await task
+
+    sample = run(program())
+    assert list(sample.versions) == sorted(sample.versions)
+    assert sample.versions[-1] == 1
+    assert len(sample.tokens) == 50
+
+
+def test_a_rollout_that_has_ended_has_nothing_to_go_on_with(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 5))
+            with pytest.raises(AssertionError, match="has ended"):
+                await generator.sample(ask("ab", 5, so_far=whole))
+
+    run(program())
+
+
+def test_a_budget_that_was_lowered_since_ends_the_rollout(opened):
+    async def program():
+        async with opened() as generator:
+            begun = await generator.sample(ask("ab", 12, pause_after=7))
+            return begun, await generator.sample(ask("ab", 6, so_far=begun))
+
+    begun, sample = run(program())
+    assert sample == replace(begun, finish="length")
+
+
 def test_closing_twice_is_closing_once_and_nothing_is_answered_afterwards(opened):
     async def program():
         async with opened() as generator:
             await asyncio.gather(generator.close(), generator.close())
-            for call in (generator.sample(ask("ab")), generator.load({}, 1), generator.fingerprint()):
+            request = ask("ab")
+            for call in (generator.sample(request), generator.load({}, 1), generator.fingerprint()):
                 with pytest.raises(RuntimeError, match="closed"):
                     await call
+            with pytest.raises(RuntimeError, match="closed"):
+                await generator.peek(request)
+            generator.interrupt(request)  # too late, as ever
 
     run(program())

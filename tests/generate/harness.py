@@ -83,10 +83,14 @@ class Passes:
             assert released.wait(LIMIT_S)
         self._before(number)
 
+    def hold(self, *numbers: int) -> None:
+        """Let the engine stand before these passes until `held_at` has been there."""
+        self._gates |= {number: (threading.Event(), threading.Event()) for number in numbers}
+
     @asynccontextmanager
     async def held_at(self, number: int) -> AsyncIterator[None]:
         """Inside, the engine stands before its pass `number`; commands given meanwhile are obeyed after that pass."""
-        reached, released = self._gates[number] = (threading.Event(), threading.Event())
+        reached, released = self._gates.setdefault(number, (threading.Event(), threading.Event()))
         try:
             assert await asyncio.to_thread(reached.wait, LIMIT_S)
             yield
@@ -96,11 +100,12 @@ class Passes:
 
 
 async def sample_together(engine: Generator, passes: Passes, requests: Sequence[SampleRequest]) -> list[Sample]:
-    """Hand over all requests at one token boundary. The passes before it are forgotten."""
+    """Hand over all requests at one token boundary. The pass before it is forgotten."""
+    number = len(passes.seen)
     plug = asyncio.create_task(engine.sample(ask("m", 1)))
-    async with passes.held_at(0):
+    async with passes.held_at(number):
         tasks = [asyncio.create_task(engine.sample(request)) for request in requests]
     await plug
     samples = await asyncio.gather(*tasks)
-    del passes.seen[0]
+    del passes.seen[number]
     return samples

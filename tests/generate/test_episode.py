@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import pytest
 
 from headway.data import PromptSource
-from headway.generate.episode import Episodes, Sampling
+from headway.generate.episode import Episodes, Sampling, rollout_of
 from headway.stages import Generated, Sample, SampleRequest
-from headway.types import Prompt, Receipt, VersionRun
+from headway.types import Prompt, Receipt, Rollout, VersionRun
 from tests.tiny import prompt
 
 TRAINING = [prompt("1+1="), prompt("2+2=")]
@@ -26,7 +27,8 @@ class Ticket:
     index: int = 0
     version: int = 0
     evaluation: bool = False
-    ref: object = None
+    max_tokens: float | None = None
+    ref: Any = None
 
 
 @dataclass
@@ -53,10 +55,15 @@ def episode(ticket: Ticket, answer: Sample = ANSWER, *, seed: int = 8) -> tuple[
     return request, generated
 
 
+def contents(request: SampleRequest) -> dict[str, Any]:
+    return {one.name: getattr(request, one.name) for one in fields(request)}
+
+
 @pytest.mark.parametrize(("group", "asked", "epoch"), [(0, "1+1=", 0), (1, "2+2=", 0), (2, "1+1=", 1), (5, "2+2=", 2)])
 def test_a_group_names_its_prompt_and_epoch(group, asked, epoch):
     request, generated = episode(Ticket(group, member=3))
-    assert request == SampleRequest(prompt(asked), (8, asked, epoch, 3, 0), 9, 0.7, frozenset({2, 3}), ("\n",))
+    expected = SampleRequest(prompt(asked), (8, asked, epoch, 3, 0), 9, 0.7, frozenset({2, 3}), ("\n",))
+    assert contents(request) == contents(expected)
     assert (generated.ref.prompt, generated.ref.epoch, generated.ref.member) == (prompt(asked), epoch, 3)
 
 
@@ -96,3 +103,157 @@ def test_the_seed_is_part_of_the_identity():
 def test_a_prompt_is_handed_on_with_its_tokens():
     request, _ = episode(Ticket(0))
     assert request.prompt == Prompt("1+1=", "1+1=", (1, 10, 1, 12))
+
+
+# ---- rollouts that end early, and go on
+
+BEGUN = Sample((5, 7), (-0.1, -0.2), (4, 4), "interrupted", "57")
+
+
+def rollout(sample: Sample, *, member: int = 0) -> Rollout:
+    return rollout_of(prompt("1+1="), 0, member, sample)
+
+
+def test_what_a_ticket_has_already_is_gone_on_from():
+    request, generated = episode(Ticket(0, ref=rollout(BEGUN), max_tokens=3))
+    assert (request.so_far, request.pause_after, request.max_new_tokens) == (BEGUN, 3, 9)
+    assert generated.ref.tokens == ANSWER.tokens
+
+
+def test_a_fresh_ticket_has_nothing_to_go_on_from_and_no_pause():
+    request, _ = episode(Ticket(0))
+    assert (request.so_far, request.pause_after) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("sample", "max_tokens"), [(BEGUN, 0), (ANSWER, None), (ANSWER, 3), (Sample((5,), (-1.0,), (0,), "length", "5"), 0)]
+)
+def test_a_rollout_that_has_ended_or_may_have_no_more_is_returned_as_it_is(sample, max_tokens):
+    """One that a checkpoint held without its score, or one that is interrupted while it is paused."""
+
+    async def program():
+        engine = FlyingEngine()
+        before = rollout(sample)
+        return before, await episodes_of(engine).generate(Ticket(0, ref=before, max_tokens=max_tokens)), engine.asked
+
+    before, generated, asked = asyncio.run(program())
+    assert generated.ref is before
+    assert generated.receipt == Receipt("1+1=", 4, before.version_runs, sample.finish)
+    assert asked == []
+
+
+class FlyingEngine:
+    """Answers when told to; shows BEGUN of what is in flight."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampleRequest] = []
+        self.interrupted: list[SampleRequest] = []
+        self.land = asyncio.Event()
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self.asked.append(request)
+        await self.land.wait()
+        return ANSWER
+
+    def interrupt(self, request: SampleRequest) -> None:
+        self.interrupted.append(request)
+
+    async def peek(self, request: SampleRequest) -> Sample | None:
+        await asyncio.sleep(0)
+        return None if self.land.is_set() else BEGUN
+
+
+def episodes_of(engine: Any) -> Episodes:
+    return Episodes(engine, PromptSource(TRAINING, seed=0, shuffle=False), HELD_OUT, SAMPLING, EXAMINATION, 8)
+
+
+def test_stop_names_the_request_of_its_ticket():
+    """Of two members of a group, and not before its rollout is in flight nor when it is over."""
+
+    async def program():
+        engine = FlyingEngine()
+        episodes = episodes_of(engine)
+        tickets = [Ticket(0, member=member, index=member) for member in (0, 1)]
+        episodes.stop(tickets[1])
+        tasks = [asyncio.create_task(episodes.generate(ticket)) for ticket in tickets]
+        await asyncio.sleep(0)
+        episodes.stop(tickets[1])
+        engine.land.set()
+        await asyncio.gather(*tasks)
+        episodes.stop(tickets[0])
+        return engine.asked, engine.interrupted
+
+    asked, interrupted = asyncio.run(program())
+    assert interrupted == [asked[1]]
+
+
+def test_a_look_at_what_is_in_flight_and_at_what_is_not():
+    """In flight: what the engine has; paused or finished: what the ticket has; not begun: nothing."""
+
+    async def program():
+        engine = FlyingEngine()
+        episodes = episodes_of(engine)
+        flying = Ticket(0, member=3, index=7)
+        task = asyncio.create_task(episodes.generate(flying))
+        await asyncio.sleep(0)
+        looks = [
+            await episodes.look_at(flying),
+            await episodes.look_at(Ticket(0, index=8, ref=rollout(ANSWER))),
+            await episodes.look_at(Ticket(0, index=9)),
+        ]
+        engine.land.set()
+        await task
+        return looks
+
+    flying, finished, nothing = asyncio.run(program())
+    assert flying == rollout(BEGUN, member=3)
+    assert finished == rollout(ANSWER)
+    assert nothing is None
+
+
+def test_a_rollout_that_ends_while_it_is_looked_at_is_seen_whole():
+    async def program():
+        engine = FlyingEngine()
+        episodes = episodes_of(engine)
+        flying = Ticket(0, index=7)
+        task = asyncio.create_task(episodes.generate(flying))
+        await asyncio.sleep(0)
+        look = episodes.look_at(flying)
+        engine.land.set()
+        return await look, await task
+
+    look, generated = asyncio.run(program())
+    assert look == generated.ref
+    assert look.finish == "stop"
+
+
+def test_a_rollout_of_which_nothing_is_sampled_yet_is_nothing():
+    class Waiting(FlyingEngine):
+        async def peek(self, request: SampleRequest) -> Sample | None:
+            return Sample((), (), (), "interrupted", "")
+
+    async def program():
+        engine = Waiting()
+        episodes = episodes_of(engine)
+        task = asyncio.create_task(episodes.generate(Ticket(0)))
+        await asyncio.sleep(0)
+        look = await episodes.look_at(Ticket(0))
+        engine.land.set()
+        await task
+        return look
+
+    assert asyncio.run(program()) is None
+
+
+def test_a_rollout_that_is_given_up_is_not_in_flight_any_more():
+    async def program():
+        engine = FlyingEngine()
+        episodes = episodes_of(engine)
+        task = asyncio.create_task(episodes.generate(Ticket(0)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        episodes.stop(Ticket(0))
+        return engine.interrupted, await episodes.look_at(Ticket(0))
+
+    assert asyncio.run(program()) == ([], None)

@@ -52,9 +52,9 @@ VARIED = [
 ]
 
 
-def assert_same(sample: Sample, expected: Sample) -> None:
+def assert_same(sample: Sample, expected: Sample, tolerance: float = 1e-5) -> None:
     assert sample.tokens == expected.tokens
-    assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert sample.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
     assert (sample.versions, sample.finish, sample.text) == (expected.versions, expected.finish, expected.text)
 
 
@@ -445,23 +445,28 @@ def test_b18_a_group_over_an_update():
     assert [sample.versions for sample in samples] == [(0,), (0,), (1,), (1,)]
 
 
-def test_b18_keys_and_values_of_a_rollout_in_flight_are_kept():
-    """Inputs 1, 2, 3 were cached with w = 1, then 3 comes with w = 2: (1 + 2 + 3 + 6) / 4 = 3, log-prob -0.048587.
+def swapped_after_two(member: int, *, recompute: bool = False) -> Sample:
+    """Three tokens after the prompt 1, 2; the last of them under the update."""
 
-    Were the cache recomputed, the output would be (2 + 4 + 6 + 6) / 4 = 4.5, log-prob -0.011048.
-    """
-
-    async def swapped_after_two(member: int) -> Sample:
+    async def program():
         policy = b18_policy()
         passes = Passes(policy)
         async with engine_of(policy) as engine:
             task = asyncio.create_task(engine.sample(ask(Prompt("b18", "", (1, 2)), 3, member=member)))
             async with passes.held_at(1):
-                load = asyncio.create_task(engine.load(b18_update(), 1))
+                load = asyncio.create_task(engine.load(b18_update(), 1, recompute=recompute))
             await load
             return await task
 
-    samples = [run(swapped_after_two(member)) for member in range(8)]
+    return run(program())
+
+
+def test_b18_keys_and_values_of_a_rollout_in_flight_are_kept():
+    """Inputs 1, 2, 3 were cached with w = 1, then 3 comes with w = 2: (1 + 2 + 3 + 6) / 4 = 3, log-prob -0.048587.
+
+    Were the cache recomputed, the output would be (2 + 4 + 6 + 6) / 4 = 4.5, log-prob -0.011048.
+    """
+    samples = [swapped_after_two(member) for member in range(8)]
     assert {sample.versions for sample in samples} == {(0, 0, 1)}
     sample = next(sample for sample in samples if sample.tokens == (0, 0, 0))
     assert sample.logprobs == pytest.approx([-0.201413, -0.126928, -0.048587], abs=1e-5)
@@ -546,6 +551,238 @@ def test_refused_weights_leave_the_engine_as_it_was(policy):
             return await task
 
     assert_same(run(program()), alone)
+
+
+def test_b18_keys_and_values_of_a_rollout_in_flight_are_recomputed_when_that_is_asked_for():
+    """Inputs 1, 2, 3 under w = 2, then 3: (2 + 4 + 6 + 6) / 4 = 4.5, log-prob -0.011048."""
+    member = next(m for m in range(20) if swapped_after_two(m, recompute=True).tokens == (0, 0, 0))
+    sample = swapped_after_two(member, recompute=True)
+    assert sample.versions == (0, 0, 1)
+    assert sample.logprobs == pytest.approx([-0.201413, -0.126928, -0.011048], abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("prefill_tokens", [8192, 12])
+@torch.no_grad()
+def test_a_recomputed_cache_is_that_of_the_new_weights_alone(architecture, prefill_tokens, monkeypatch):
+    """Three rollouts of different prompts and a spare one, after 4 tokens: as a fresh forward pass would say."""
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill_tokens)
+    old, new = make_policy(architecture, seed=0), make_policy(architecture, seed=1)
+    requests = [ask(text, 14, member=member) for member, text in enumerate(("1+2=", "a", "0123456789"))]
+    requests.append(replace(ask("1+2=", 14, member=3), spare=True))
+
+    async def program(recompute: bool):
+        engine_policy = copy.deepcopy(old)
+        passes = Passes(engine_policy)
+        async with engine_of(engine_policy, spare_lanes=1) as engine:
+            last = (1 if prefill_tokens > 12 else 2) + 3
+            passes.hold(0, last)
+            plug = asyncio.create_task(engine.sample(ask("m", 1)))
+            async with passes.held_at(0):
+                tasks = [asyncio.create_task(engine.sample(request)) for request in requests]
+            async with passes.held_at(last):
+                load = asyncio.create_task(engine.load(new.weights(), 5, recompute=recompute))
+            await asyncio.gather(load, plug)
+            return await asyncio.gather(*tasks), [rows for kind, rows in passes.seen[1:] if kind == "prefill"]
+
+    samples, prefilled = run(program(recompute=True))
+    assert prefilled == ([4 + 1 + 10, 7 + 4 + 13 + 7] if prefill_tokens > 12 else [4 + 1, 10, 7 + 4, 13, 7])
+    for request, sample in zip(requests, samples, strict=True):
+        assert sample.versions == (0,) * 4 + (5,) * 10
+        expected = own_logprobs(new, request.prompt.tokens, sample.tokens)[4:].tolist()
+        assert sample.logprobs[4:] == pytest.approx(expected, abs=3e-5)
+    samples, prefilled = run(program(recompute=False))
+    assert sum(prefilled) == 4 + 1 + 10
+    for request, sample in zip(requests, samples, strict=True):
+        expected = own_logprobs(new, request.prompt.tokens, sample.tokens)[4:].tolist()
+        assert sample.logprobs[4:] != pytest.approx(expected, abs=1e-2)
+
+
+def test_recomputing_takes_one_pass_and_is_done_once(policy):
+    """Two loads at one boundary. The pass is over all that is cached: twice 4 prompt tokens and 3 of 4 sampled ones."""
+
+    async def program():
+        passes = Passes(policy)
+        passes.hold(0, 4)
+        async with engine_of(policy) as engine:
+            plug = asyncio.create_task(engine.sample(ask("m", 1)))
+            async with passes.held_at(0):
+                tasks = [asyncio.create_task(engine.sample(ask("1+2=", 6, member=member))) for member in range(2)]
+            async with passes.held_at(4):
+                loads = [
+                    asyncio.create_task(engine.load(policy.weights(), 1, recompute=True)),
+                    asyncio.create_task(engine.load(policy.weights(), 2)),
+                ]
+            await asyncio.gather(*loads, *tasks, plug)
+        return passes.seen[1:]
+
+    assert run(program()) == [("prefill", 4), *[("decode", 2)] * 3, ("prefill", 14), *[("decode", 2)] * 2]
+
+
+def test_recomputing_under_the_same_weights_leaves_no_trace(policy, alone):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=len(VARIED)) as engine:
+            passes.hold(2, 6, 9)
+            tasks = [asyncio.create_task(engine.sample(request)) for request in VARIED]
+            for number in (2, 6, 9):
+                async with passes.held_at(number):
+                    load = asyncio.create_task(engine.load(make_policy().weights(), 0, recompute=True))
+                await load
+            return await asyncio.gather(*tasks)
+
+    for sample, expected in zip(run(program()), alone, strict=True):
+        assert_same(sample, expected)
+
+
+# ---- rollouts that end early and go on
+
+
+def test_an_interrupted_rollout_frees_its_lane_at_the_next_token(policy):
+    """It has the token of the pass that is under way; the next pass is the prefill of who waits."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1) as engine:
+            request = ask("1+2=", 60)
+            long = asyncio.create_task(engine.sample(request))
+            async with passes.held_at(2):
+                short = asyncio.create_task(engine.sample(ask("abc", 3)))
+                await asyncio.sleep(0)
+                engine.interrupt(request)
+            await short
+            return await long, passes.seen
+
+    sample, passes = run(program())
+    assert (len(sample.tokens), sample.finish) == (3, "interrupted")
+    assert passes == [("prefill", 4), *[("decode", 1)] * 2, ("prefill", 3), *[("decode", 1)] * 2]
+
+
+def test_commands_are_obeyed_in_their_order(policy):
+    """At one token boundary: a rollout that is asked for and then interrupted, and one that is interrupted before."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy) as engine:
+            plug = asyncio.create_task(engine.sample(ask("m", 1)))
+            first, second = ask("ab", 4), ask("ab", 4)
+            async with passes.held_at(0):
+                engine.interrupt(second)
+                tasks = [asyncio.create_task(engine.sample(request)) for request in (first, second)]
+                await asyncio.sleep(0)
+                engine.interrupt(first)
+            await plug
+            return await asyncio.gather(*tasks)
+
+    first, second = run(program())
+    assert (first.tokens, first.finish) == ((), "interrupted")
+    assert (len(second.tokens), second.finish) == (4, "length")
+
+
+def test_what_a_rollout_goes_on_from_is_prefilled_in_one_pass_and_not_kept(policy):
+    """4 prompt tokens and 5 sampled ones, beside another one's 3; the sixth token comes of that pass."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy) as engine:
+            begun = await engine.sample(ask("1+2=", 8, pause_after=5))
+            before = len(passes.seen)
+            await sample_together(engine, passes, [ask("1+2=", 8, so_far=begun), ask("abc", 2)])
+            await engine.sample(ask("1+2=", 1))
+            return passes.seen[before:], list(engine._known_prompts)
+
+    passes, known = run(program())
+    assert passes == [("prefill", 9 + 3), ("decode", 2), ("decode", 1)]
+    assert known == [tiny.encode(text) for text in ("m", "abc", "1+2=")]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "cohere", "granite", "deepseek_v3"])
+def test_a_rollout_that_goes_on_is_the_uninterrupted_one(architecture):
+    policy = make_policy(architecture)
+    whole = answers(policy, VARIED)
+    begun = answers(policy, [replace(request, pause_after=4) for request in VARIED])
+    resumed = [
+        replace(request, so_far=sample) if sample.finish == "interrupted" else request
+        for request, sample in zip(VARIED, begun, strict=True)
+    ]
+    assert sum(request.so_far is not None for request in resumed) == 7
+    for sample, expected in zip(answers(policy, resumed, lanes=3), whole, strict=True):
+        assert_same(sample, expected, tolerance=1e-4)
+
+
+@torch.no_grad()
+def test_a_rollout_that_goes_on_under_new_weights_has_no_stale_cache(policy):
+    """Also where the engine keeps the caches of what is in flight: this one's was given up."""
+    new = make_policy(seed=1)
+
+    async def program():
+        async with engine_of(policy) as engine:
+            begun = await engine.sample(ask("1+2=", 12, pause_after=5))
+            await engine.load(new.weights(), 1)
+            return await engine.sample(ask("1+2=", 12, so_far=begun))
+
+    sample = run(program())
+    expected = own_logprobs(new, tiny.encode("1+2="), sample.tokens)[5:]
+    assert sample.logprobs[5:] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_interruptions_at_any_time_leave_no_trace(policy, alone, seed):
+    """Rollouts are interrupted at random, several at a time, and go on until each is whole."""
+    chance = random.Random(seed)
+
+    async def whole(engine, request: SampleRequest, in_flight: list[SampleRequest]) -> Sample:
+        while True:
+            in_flight.append(request)
+            sample = await engine.sample(request)
+            in_flight.remove(request)
+            if sample.finish != "interrupted":
+                return sample
+            request = replace(request, so_far=sample if sample.tokens else None)
+
+    async def program():
+        in_flight: list[SampleRequest] = []
+        num = 0
+        async with engine_of(policy, lanes=3) as engine:
+            tasks = [asyncio.create_task(whole(engine, request, in_flight)) for request in VARIED]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(chance.random() * 0.004)
+                for request in chance.sample(in_flight, chance.randint(0, min(2, len(in_flight)))):
+                    engine.interrupt(request)
+                    num += 1
+            return await asyncio.gather(*tasks), num
+
+    samples, num = run(program())
+    assert num >= 3
+    for sample, expected in zip(samples, alone, strict=True):
+        assert_same(sample, expected)
+
+
+def test_a_stop_string_may_begin_before_a_pause_and_end_after_it():
+    policy = make_chain(0, 1, 2, 3)
+    request = ask(Prompt("p", "", (0,)), 9, stop=("bc",), pause_after=2)
+    decode = pieces("a", "b", "c")
+    (begun,) = answers(policy, [request], decode=decode)
+    (sample,) = answers(policy, [replace(request, so_far=begun, pause_after=None)], decode=decode)
+    assert (begun.text, begun.finish) == ("ab", "interrupted")
+    assert (sample.tokens, sample.text, sample.finish) == ((1, 2, 3), "a", "stop")
+
+
+def test_a_look_shows_the_tokens_of_the_passes_so_far(policy):
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=1) as engine:
+            first, second = ask("1+2=", 9), ask("abc", 9)
+            tasks = [asyncio.create_task(engine.sample(request)) for request in (first, second)]
+            passes.hold(1, 4)
+            looks = []
+            for number in (1, 4):
+                async with passes.held_at(number):
+                    looks += [asyncio.create_task(engine.peek(request)) for request in (first, second)]
+            return await asyncio.gather(*looks), await asyncio.gather(*tasks)
+
+    looks, _ = run(program())
+    assert [len(look.tokens) for look in looks] == [2, 0, 5, 0]
 
 
 # ---- leaving, failing, closing

@@ -42,14 +42,32 @@ def test_the_timeline_with_run_ahead(run_ahead):
     ]
 
 
+def share(rollouts, tokens, token_share, lane_time, lane_share):
+    names = ("rollouts", "tokens", "token_share", "lane_time", "lane_share")
+    return dict(zip(names, (rollouts, tokens, token_share, lane_time, lane_share), strict=True))
+
+
 def test_the_figures_without_run_ahead():
+    """Lengths 1, 3, 1, 1; two lanes stand idle for 6 of 12."""
     assert figures(f"{HAND_SIZED} --run-ahead 0") == {
         "total": 6.0,
+        "measured_from": 0.0,
         "lane_utilization": 0.5,
         "trainer_utilization": 2 / 6,
         "throughput": 4 / 6,
         "mean_lag": 0.0,
         "max_lag": 0,
+        "token_lag": 0.0,
+        "over_run_ahead": 0.0,
+        "lag_bound": 0,
+        "trained_length": 6 / 4,
+        "started_length": 6 / 4,
+        "goodput": {
+            "tokens": 6.0,
+            "lane_time": 12.0,
+            "classes": {"trained": share(4, 6.0, 1.0, 6.0, 0.5), "idle": share(0, 0.0, 0.0, 6.0, 0.5)},
+            "of_all": {},
+        },
         "batches": [[0, 1], [2, 3]],
         "lags": [[0, 0], [0, 0]],
     }
@@ -57,21 +75,39 @@ def test_the_figures_without_run_ahead():
 
 @pytest.mark.parametrize("run_ahead", [1, 2])
 def test_the_figures_with_run_ahead(run_ahead):
+    """r1 (3 long) and r3 (1) are trained at lag 1, r0 and r2 at 0; r4 and r5 are done as the run ends."""
     assert figures(f"{HAND_SIZED} --run-ahead {run_ahead}") == {
         "total": 4.0,
+        "measured_from": 0.0,
         "lane_utilization": 1.0,
         "trainer_utilization": 0.5,
         "throughput": 1.0,
         "mean_lag": 0.5,
         "max_lag": 1,
+        "token_lag": (3 + 1) / (1 + 1 + 3 + 1),
+        "over_run_ahead": 0.0,
+        "lag_bound": None,
+        "trained_length": 6 / 4,
+        "started_length": 8 / 6,
+        "goodput": {
+            "tokens": 8.0,
+            "lane_time": 8.0,
+            "classes": {"trained": share(4, 6.0, 0.75, 6.0, 0.75), "waiting": share(2, 2.0, 0.25, 2.0, 0.25)},
+            "of_all": {},
+        },
         "batches": [[0, 2], [1, 3]],
         "lags": [[0, 0], [1, 1]],
     }
 
 
-def test_the_line_for_people():
+def test_the_lines_for_people():
     assert headway(f"simulate {HAND_SIZED} --run-ahead 1").splitlines() == [
-        "total 4  lane utilisation 100.0%  trainer utilisation 50.0%  throughput 1  lag mean 0.5 max 1"
+        "total 4  lane utilisation 100.0%  trainer utilisation 50.0%  throughput 1  lag mean 0.5 max 1",
+        "lag has no bound (order finished: a rollout may be overtaken by any number of others); token-weighted mean "
+        "0.667; above run_ahead in 0.0 % of the trained rollouts",
+        "mean length trained 1.5, of all that ended 1.333 (ratio 1.125)",
+        "tokens: trained 75.0 %, waiting 25.0 %",
+        "lane time: trained 75.0 %, waiting 25.0 %",
     ]
 
 

@@ -34,7 +34,7 @@ def test_metrics_by_hand():
         scored(rollout(prompt("1"), [4], member=0), 1.0),
         scored(rollout(prompt("1"), [4, 5, 6], member=1, finish="length"), 0.0),
         scored(rollout(prompt("2"), [4, 5, 6, 7], member=0, finish="length"), 1.0),
-        scored(rollout(prompt("2"), [], member=1, finish="aborted"), 1.0),
+        scored(rollout(prompt("2"), [], member=1, finish="interrupted"), 1.0),
     ]
     assert gather(GRPO, [rollouts[:2], rollouts[2:]], BUDGET).metrics == {
         "reward_mean": 0.75,
@@ -44,7 +44,8 @@ def test_metrics_by_hand():
         "response_tokens_mean": 2.0,
         "response_tokens_max": 4,
         "truncated_share": 0.5,
-        "response_tokens_mean/aborted": 0.0,
+        "interrupted_share": 0.25,
+        "response_tokens_mean/interrupted": 0.0,
         "response_tokens_mean/length": 3.5,
         "response_tokens_mean/stop": 1.0,
     }
@@ -111,6 +112,24 @@ def test_filters_name_what_they_leave_out():
     assert gathered.selection.usable_R.tolist() == [False, False, True, True, False]
     assert gathered.metrics["dropped_rollouts/zero_variance"] == 2
     assert gathered.metrics["dropped_rollouts/truncated"] == 1
+
+
+def test_an_interrupted_answer_was_cut_off_and_counts_in_baselines_all_the_same():
+    by = objective("dr_grpo", length=BUDGET, filters=("truncated",))
+    answers = [*group("1", [1.0, 0.0]), scored(rollout(prompt("1"), [4], member=2, finish="interrupted"), 0.0)]
+    gathered = gather(by, [answers], BUDGET)
+    assert gathered.selection.usable_R.tolist() == [True, True, False]
+    assert gathered.selection.baseline_R.tolist() == [True, True, True]
+    assert gathered.metrics["dropped_rollouts/truncated"] == 1
+
+
+def test_an_interrupted_answer_is_overlong_by_its_length_alone():
+    """A short one was not too long when it was stopped; one near the budget was. Budget 8, cache share 0.5."""
+    by = objective("dapo", overlong_share=0.5)
+    answers = [
+        scored(rollout(prompt("1"), [4] * size, member=size, finish="interrupted"), float(size == 2)) for size in (2, 6)
+    ]
+    assert gather(by, [answers], BUDGET).reward_R.tolist() == pytest.approx([1.0, -0.5])
 
 
 def test_overlong_answers_earn_less_and_outcomes_stay_as_they_were_scored():

@@ -132,7 +132,7 @@ def test_an_answer_without_tokens_adds_no_row():
 
 
 def test_the_row_after_the_last_token_is_there_only_for_answers_that_were_cut_off():
-    """Prompt 1; answers 5 6 7 (cut off), 8 9 (ended), 4 (cut off).
+    """Prompt 1; answers 5 6 7 (over its budget), 8 9 (ended), 4 (interrupted).
 
     Rows:  1 | 5 6 7 | 8 | 4
     """
@@ -140,7 +140,7 @@ def test_the_row_after_the_last_token_is_there_only_for_answers_that_were_cut_of
     answers = [
         rollout(p, [5, 6, 7], member=0, finish="length"),
         rollout(p, [8, 9], member=1),
-        rollout(p, [4], member=2, finish="length"),
+        rollout(p, [4], member=2, finish="interrupted"),
     ]
     ((one,),) = packed(answers, bootstrap=True)
     assert one.rows.ids_T.tolist() == [1, 5, 6, 7, 8, 4]

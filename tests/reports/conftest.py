@@ -16,6 +16,34 @@ from headway.trace import Event
 HAND_SIZED = ("--lanes", "2", "--batch-size", "2", "--steps", "2", "--run-ahead", "1", "--lengths", "1,3,1")
 
 
+HARD_TIMES = {
+    "accepted": "",
+    "dropped": "--max-lag 1 --stragglers drop",
+    "interrupted": "--max-lag 1 --stragglers interrupt --in-flight keep",
+    "restarted": "--max-lag 1 --stragglers restart",
+    "dropped behind interrupted": "--run-ahead 2 --max-lag 2 --stragglers drop,interrupt",
+    "drained": "--in-flight drain",
+    "begun again": "--in-flight restart",
+    "paused": "--iteration-tokens 2 --in-flight keep",
+    "without overlap": "--overlap false --run-ahead 0.5 --in-flight keep",
+    "redundant": "--redundant 1",
+    "redundant and kept": "--redundant 2 --surplus keep",
+    "with a deadline": "--deadline-s 3",
+    "in order": "--order started",
+    "in a window": "--order window --window 3",
+    "evaluated": "--evaluate.size 3 --evaluate.every 2",
+}
+"""A name -> override words: every way in which a rollout may end, one or two at a time."""
+
+UNEVEN = "--lengths 1,2,7,1,3,5,2,1,1,9,4,2,1,6,1,3,2,8,1,1,2 --lanes 5 --batch-size 4 --group-size 2 --steps 6"
+
+
+@pytest.fixture(params=HARD_TIMES.values(), ids=list(HARD_TIMES))
+def hard_times(request: pytest.FixtureRequest, simulated: Callable[..., list[Event]]) -> list[Event]:
+    """A simulated run of whole lengths under each policy. A lane samples one token per unit of time."""
+    return simulated(*UNEVEN.split(), *request.param.split())
+
+
 @pytest.fixture
 def simulated() -> Callable[..., list[Event]]:
     """Override words -> the trace of a simulated run; without words, of the hand-sized example."""

@@ -61,8 +61,31 @@ def test_unfinished_bars_and_resumes_are_marked(resumed, write_run) -> None:
 def test_buttons_show_beginning_end_and_whole() -> None:
     syncs = [Span(f"v{n}", 2.0 * n, 2.0 * n + 1, n) for n in range(1, 11)]
     lines = Timeline([[]], [], 21.0, syncs)
-    assert gantt._views(lines, gantt.drawing(lines)) == [
+    assert gantt.views(lines, gantt.drawing(lines).windows) == [
         ("first 6 steps", [0.0, 13 * 1.02]),
         ("last 6 steps", [9.0, 21.0]),
         ("whole run", [0.0, 21.0]),
     ]
+
+
+def test_stretches_are_marked_by_what_became_of_them(simulated, write_run) -> None:
+    words = "--lanes 2 --batch-size 2 --steps 3 --run-ahead 1 --lengths 1,9,1 --iteration-tokens 2"
+    figure = gantt.gantt(read_run(write_run(simulated(*words.split()))))
+    (paused,) = [trace for trace in figure.data if trace.name == "paused, goes on later"]
+    assert paused.legend == "legend2"
+    version_0 = next(trace for trace in figure.data if trace.name == "0")
+    stretches = dict(zip(version_0.hovertext, version_0.marker.opacity, strict=True))
+    assert {opacity for text, opacity in stretches.items() if ", paused" in text} == {gantt.PAUSED.opacity}
+    assert {opacity for text, opacity in stretches.items() if ", paused" not in text} == {1.0}
+
+
+def test_every_way_to_end_has_its_look() -> None:
+    def look(**fields) -> gantt.Look:
+        return gantt._look(Span("r0", 0, 1, 0, **fields))
+
+    assert look(fate="trained", ended_by="generated") is gantt.PLAIN
+    assert look(fate="trained", ended_by="paused") is gantt.PAUSED
+    assert look(fate="trained", ended_by="generated", interrupted=True) is gantt.INTERRUPTED
+    assert look(fate="dropped", ended_by="generated") is gantt.RELEASED
+    assert look(fate="aborted", ended_by="aborted") is gantt.THROWN_AWAY
+    assert look(fate="lost", ended_by="lost") is gantt.THROWN_AWAY

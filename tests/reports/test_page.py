@@ -13,7 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 from headway.reports import figures
-from headway.reports.page import json_in_html, outcome, page, write_page
+from headway.reports.document import json_in_html
+from headway.reports.page import outcome, page, write_page
 from headway.reports.record import read_run
 from headway.trace import Event
 
@@ -122,6 +123,7 @@ def test_a_whole_run_has_every_figure(simulated, write_run) -> None:
     assert names == {
         *("reward", "length", "signal", "optimizer", "critic", "reference"),
         *("mismatch", "buckets", "correction", "cost", "entropy", "ratios", "estimates", "interpolation", "lag"),
+        *("lengths", "fates"),
         *("timeline", "utilization", "throughput"),
     }
 
@@ -173,7 +175,8 @@ def test_the_outcome_in_words(write_run, make) -> None:
         make.evaluated(4.5, 2, 10, 10),
         Event("ended", 4.5, {"reason": "steps done"}),
     ]
-    events.insert(2, Event("started", 0.5, {"rollout": 0, "group": 0, "lane": 0, "version": 0, "evaluation": False}))
+    who = {"rollout": 0, "group": 0, "member": 0, "lane": 0, "version": 0, "evaluation": False}
+    events.insert(2, Event("started", 0.5, who))
     assert outcome(read_run(write_run(events))) == (
         "In 2 train steps and 4.5 s (20 tokens per second), the sampled reward went from 0.25 to 0.75, and greedy "
         "accuracy on held-out prompts went from 80.0 % to 100.0 % (95 % intervals 49.0–94.3 % and 72.2–100.0 %)."
@@ -298,3 +301,30 @@ def test_reports_import_nothing_heavy() -> None:
     code = f"import sys; from headway.reports import {modules}; print({heavy} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"
+
+
+def test_every_policy_has_a_page_with_its_goodput(hard_times, write_run) -> None:
+    document = page(read_run(write_run(hard_times)))
+    text = _Elements(document).text
+    assert "Who was trained?" in text
+    assert "Where every sampled token and every second of every lane went" in text
+    assert {"figure-lengths", "figure-fates", "figure-timeline"} <= _figures(document).keys()
+
+
+def test_what_befell_groups_and_rollouts_is_a_note(simulated, write_run) -> None:
+    words = "--lanes 2 --batch-size 2 --steps 2 --run-ahead 1 --lengths 1,9,1"
+    for policy, note in [
+        ("--max-lag 0 --stragglers drop", "2 groups were dropped: their lag was above max_lag."),
+        ("--max-lag 1 --stragglers interrupt", "1 rollout was interrupted and counts as it was."),
+        ("--max-lag 1 --stragglers restart", "1 group began again under newer weights."),
+    ]:
+        folder = write_run(simulated(*words.split(), *policy.split()), name=policy.split()[-1])
+        assert note in _Elements(page(read_run(folder))).text
+
+
+def test_the_page_names_the_order_the_policy_and_the_bound(simulated, write_run) -> None:
+    words = "--lanes 2 --batch-size 2 --steps 2 --order window --window 3 --max-lag 2 --stragglers drop,interrupt"
+    text = _Elements(page(read_run(write_run(simulated(*words.split()))))).text
+    assert "order window of 3 groups" in text
+    assert "max_lag 2: drop, interrupt" in text
+    assert "no trained lag above 2" in text

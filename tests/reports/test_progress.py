@@ -273,3 +273,66 @@ def test_groups_that_fail_are_said_one_by_one_and_then_at_every_doubling() -> No
     said = stream.getvalue().splitlines()
     assert said[0] == "group 0 can't be trained (1 so far): 0 of its 2 rollouts were scored"
     assert [line.split()[1] for line in said] == ["0", "1", "2", "3", "7", "15"]
+
+
+def _fate(kind: str, rollout: int, **fields: object) -> Event:
+    return Event(kind, 1.0, {"rollout": rollout, "lane": 0, "group": 0, "tokens": 1, "reason": "r", **fields})
+
+
+def test_paused_rollouts_are_said_beside_those_in_flight() -> None:
+    paused = _fed(RUN, *(_started(rollout, 0) for rollout in range(4)), _fate("paused", 1), _fate("paused", 2))
+    assert paused.waiting().endswith("; 2 rollouts in flight, 2 paused")
+    paused(Event("resumed", 2.0, _started(1, 0).fields))
+    assert paused.waiting().endswith("; 3 rollouts in flight, 1 paused")
+
+
+def test_what_is_thrown_away_or_lost_is_no_longer_in_flight() -> None:
+    started = [_started(rollout, 0) for rollout in range(4)]
+    gone = [_fate("aborted", 0), _fate("lost", 1), _generated(2), _fate("aborted", 2, lane=None)]
+    assert _fed(RUN, *started, *gone).waiting().endswith("; 1 rollout in flight")
+
+
+@pytest.mark.parametrize("kind", ["dropped", "filtered"])
+def test_a_group_that_gives_its_slots_back_is_waited_for_again(kind: str) -> None:
+    assert _fed(RUN, *FIRST_GROUP, _fate(kind, 0)).waiting() == "waiting for 2 of 2 groups"
+
+
+def test_a_group_that_begins_again_has_no_answers() -> None:
+    status = _fed(RUN, *FIRST_GROUP[:-3], _fate("restarted", 0, num=1))
+    assert status.waiting() == "waiting for 2 of 2 groups (group 0 has 0 of 4 answers)"
+
+
+def test_in_order_of_start_only_the_oldest_groups_are_waited_for() -> None:
+    ordered = Event("run", 0.0, {**RUN.fields, "order": "started"})
+    answers = [event for rollout in range(8, 12) for event in _answered(rollout, 2)]
+    status = _fed(ordered, _started(0, 0), _started(4, 1), *answers)
+    assert status.waiting() == (
+        "waiting for 2 of 2 oldest groups (group 0 has 0 of 4 answers, group 1 has 0 of 4 answers); "
+        "2 rollouts in flight"
+    )
+
+
+def test_what_a_checkpoint_held_is_waited_for_no_more() -> None:
+    def restored(rollout: int, outcome: str | None) -> Event:
+        return _fate("restored", rollout, outcome=outcome, finish=None)
+
+    status = _fed(RUN, *(restored(rollout, "scored") for rollout in range(3)), restored(3, None))
+    assert status.waiting() == "waiting for 2 of 2 groups (group 0 has 3 of 4 answers); 1 paused"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("dropped", "group 0 was dropped (1 so far): r"),
+        ("filtered", "group 0 was replaced (1 so far): r"),
+        ("restarted", "group 0 begins again (1 so far): r"),
+        ("lost", "rollout 7 was lost (1 so far): r"),
+    ],
+)
+def test_what_befalls_groups_and_rollouts_is_said_as_sparsely(kind: str, said: str) -> None:
+    stream = io.StringIO()
+    progress = ProgressLine(stream=stream)
+    for _ in range(9):
+        progress(_fate(kind, 7))
+    assert stream.getvalue().splitlines()[0] == said
+    assert len(stream.getvalue().splitlines()) == 5  # the first, the second, the third, the fourth and the eighth

@@ -50,10 +50,10 @@ def test_a_resumed_run_keeps_the_steps_behind_its_newest_weights(resumed: list[E
 def test_a_kill_cuts_what_was_open(resumed: list[Event]) -> None:
     lines = timeline(resumed)
     assert lines.lanes[0] == [
-        Span("r0", 0.0, 1.0, 0, tokens=10),
-        Span("r4", 5.0, 5.0, 2, finished=False),
+        Span("r0", 0.0, 1.0, 0, tokens=10, fate="trained", ended_by="generated"),
+        Span("r4", 5.0, 5.0, 2, finished=False, fate="killed", ended_by="cut"),
     ]
-    assert lines.lanes[1] == [Span("r2", 5.0, 6.0, 1, tokens=10)]
+    assert lines.lanes[1] == [Span("r2", 5.0, 6.0, 1, tokens=10, fate="waiting", ended_by="generated")]
     assert lines.resumed_s == [5.0]
 
 

@@ -82,3 +82,14 @@ def test_a_run_of_a_hundred_units_is_drawn_and_a_longer_one_is_not():
     assert len(lane(span("r0", 0, 100))) == 400
     with pytest.raises(UserError, match=r"at most 100 units of time and this one takes 100.25: give fewer --steps"):
         lane(span("r0", 0, 100.25))
+
+
+def test_the_ends_of_a_box_say_how_it_goes_on():
+    """A pause and its sequel, an interruption, and what was thrown away."""
+    spans = [
+        Span("r0", 0, 1, 0, ended_by="paused"),
+        Span("r1", 1, 2, 0, ended_by="generated", interrupted=True),
+        Span("r0", 2, 3, 0, ended_by="generated", resumed=True),
+        Span("r2", 3, 4, 0, ended_by="aborted"),
+    ]
+    assert lane(*spans) == "[r0>[r1!<r0][r2x"

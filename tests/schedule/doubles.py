@@ -5,51 +5,98 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway import clock
 from headway.schedule import loop
+from headway.schedule.bound import lag_bound
 from headway.schedule.ledger import Ledger, Settings
 from headway.schedule.pass_rates import PassRates
 from headway.schedule.policy import Rules
-from headway.stages import Generated, Scored, Trained
+from headway.stages import Generated, Restored, Scored, Ticket, Trained
 from headway.trace import Event, Trace
 from headway.types import Receipt, VersionRun
 from tests.schedule.reference_simulator import Case, History
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A rollout, as these stages pass it on: whose it is, and a run for each time it held a lane."""
+
+    group: int
+    member: int
+    runs: tuple[VersionRun, ...]
+
+
+@dataclass
+class _Flight:
+    """version, before: of its ticket; ended: set with what was sampled of `wanted` in this stretch."""
+
+    version: int
+    before: tuple[VersionRun, ...]
+    began_s: float
+    ended: asyncio.Future[float]
+
+
 class Plain:
-    """Each verb is one sleep. `saved` are the accounts it was given to keep, as they would be read back."""
+    """Each verb is one wait. `saved` are the accounts it was given to keep, as they would be read back; `kept` the
+    rollouts that were saved with each."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.saved: list[dict[str, Any]] = []
+        self.kept: list[list[Restored]] = []
+        self.in_flight: dict[int, _Flight] = {}
         self.num_cancelled = 0
 
     async def wait(self, duration: float) -> None:
         if duration:
             await asyncio.sleep(duration)
 
-    async def generate(self, ticket) -> Generated:
-        length = self.case.length(abs(ticket.index))
+    async def generate(self, ticket: Ticket) -> Generated:
+        before: tuple[VersionRun, ...] = ticket.ref.runs if ticket.ref else ()
+        left = self.case.length(ticket.group, ticket.member)
+        for run in before:
+            left -= run.num_tokens
+        wanted = left if ticket.max_tokens is None else min(left, ticket.max_tokens)
+        loop_ = asyncio.get_running_loop()
+        flight = self.in_flight[ticket.index] = _Flight(ticket.version, before, loop_.time(), loop_.create_future())
         try:
-            await self.wait(length)
+            sampled = await self.sample(flight, wanted)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        return Generated(
-            ticket.index, Receipt(f"prompt {ticket.group}", 0, (VersionRun(ticket.version, length),), "stop")
-        )
+        finally:
+            del self.in_flight[ticket.index]
+        return self.generated(ticket, flight, sampled, whole=sampled == left)
 
-    async def score(self, ticket, rollout) -> Scored:
-        assert rollout == ticket.index
-        await self.wait(self.case.score_time(abs(ticket.index)))
+    def generated(self, ticket: Ticket, flight: _Flight, sampled: float, *, whole: bool) -> Generated:
+        runs = (*flight.before, VersionRun(flight.version, sampled)) if sampled else flight.before
+        receipt = Receipt(f"prompt {ticket.group}", 0, runs, "stop" if whole else "interrupted")
+        return Generated(Sampled(ticket.group, ticket.member, runs), receipt)
+
+    async def sample(self, flight: _Flight, wanted: float) -> float:
+        """Until so much is there, or `stop`."""
+        timer = asyncio.get_running_loop().call_later(wanted, _resolve, flight.ended, wanted)
+        try:
+            return await flight.ended
+        finally:
+            timer.cancel()
+
+    def stop(self, ticket: Ticket) -> None:
+        if flight := self.in_flight.get(ticket.index):
+            _resolve(flight.ended, asyncio.get_running_loop().time() - flight.began_s)
+
+    async def score(self, ticket: Ticket, rollout: Sampled) -> Scored:
+        assert (rollout.group, rollout.member) == (ticket.group, ticket.member)
+        await self.wait(self.case.score_time(ticket.group, ticket.member))
         if ticket.evaluation:
             return Scored(rollout, "scored", float(ticket.group % 2))
-        scored = self.case.is_scored(ticket.group, ticket.member)
-        return Scored(rollout, "scored", 1.0) if scored else Scored(rollout, "grader_error", None)
+        if self.case.is_scored(ticket.group, ticket.member):
+            return Scored(rollout, "scored", self.case.reward(ticket.group, ticket.member))
+        return Scored(rollout, "grader_error", None)
 
     async def prepare(self, groups, version):
         return groups
@@ -62,10 +109,27 @@ class Plain:
         assert weights == "weights"
         await self.wait(self.case.sync_time)
 
-    async def save(self, progress: Mapping[str, Any]) -> None:
+    async def save(self, progress: Mapping[str, Any], tickets: Sequence[Any]) -> None:
         self.saved.append(json.loads(json.dumps(progress)))
+        self.kept.append([restored for ticket in tickets if (restored := self.restored(ticket))])
+
+    def restored(self, ticket: Any) -> Restored | None:
+        """The rollout as a checkpoint holds it: with its score, or as far as it has come; None: nothing is there."""
+        identity = ticket.group, ticket.member, ticket.version
+        if ticket.outcome is not None:
+            generated = Generated(ticket.ref, ticket.receipt)
+            return Restored(*identity, generated, Scored(ticket.ref, ticket.outcome, ticket.reward))
+        if flight := self.in_flight.get(ticket.index):
+            so_far = asyncio.get_running_loop().time() - flight.began_s
+            return Restored(*identity, self.generated(ticket, flight, so_far, whole=False))
+        return Restored(*identity, Generated(ticket.ref, ticket.receipt)) if ticket.ref else None
 
     async def close(self) -> None: ...
+
+
+def _resolve(ended: asyncio.Future[float], sampled: float) -> None:
+    if not ended.done():
+        ended.set_result(sampled)
 
 
 class Awkward(Plain):
@@ -74,7 +138,7 @@ class Awkward(Plain):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.pick = random.Random(case.seed)
-        self.requests: asyncio.Queue[tuple[float, asyncio.Future]] = asyncio.Queue()
+        self.requests: asyncio.Queue[tuple[float, asyncio.Future, float]] = asyncio.Queue()
         self.gate = asyncio.Semaphore(2)
         self.driver: asyncio.Task | None = None
 
@@ -83,13 +147,24 @@ class Awkward(Plain):
             await asyncio.sleep(0)
 
     async def wait(self, duration: float) -> None:
+        if duration:
+            await self.after(duration, asyncio.get_running_loop().create_future())
+        await self.the_long_way_round()
+
+    async def sample(self, flight: _Flight, wanted: float) -> float:
+        sampled = await self.after(wanted, flight.ended)
+        await self.the_long_way_round()
+        return sampled
+
+    async def after(self, duration: float, ended: asyncio.Future[float]) -> float:
+        """-> the duration, or what `ended` was set to before."""
         if self.driver is None:
             self.driver = asyncio.create_task(self.drive(), name="driver")
+        self.requests.put_nowait((duration, ended, asyncio.get_running_loop().time()))
+        return await ended
+
+    async def the_long_way_round(self) -> None:
         answers: asyncio.Queue[None] = asyncio.Queue(1)
-        if duration:
-            done = asyncio.get_running_loop().create_future()
-            self.requests.put_nowait((duration, done))
-            await done
         await asyncio.gather(self.pass_through_the_gate(), self.pass_through_the_gate())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(answers.get())
@@ -103,8 +178,9 @@ class Awkward(Plain):
     async def drive(self) -> None:
         running = asyncio.get_running_loop()
         while True:
-            duration, done = await self.requests.get()
-            running.call_later(duration, lambda done=done: done.done() or done.set_result(None))
+            duration, ended, asked_s = await self.requests.get()
+            assert running.time() == asked_s, "the driver is late"
+            running.call_later(duration, _resolve, ended, duration)
 
     async def prepare(self, groups, version):
         await self.hops()
@@ -131,6 +207,11 @@ class Played:
     def trained_groups(self) -> list[int]:
         return [group for event in self.of("taken") for group in event["groups"]]
 
+    @property
+    def lags(self) -> list[int]:
+        """Of every trained rollout."""
+        return [lag for event in self.of("taken") for lag in event["lags"]]
+
 
 def settings_of(case: Case, **more: Any) -> Settings:
     return Settings(
@@ -139,6 +220,25 @@ def settings_of(case: Case, **more: Any) -> Settings:
         group_size=case.group_size,
         steps=case.steps,
         num_groups=case.num_groups,
+        redundant=case.redundant,
+        keep_redundant=case.keep_redundant,
+        iteration_tokens=case.iteration_tokens,
+        **more,
+    )
+
+
+def rules_of(case: Case, **more: Any) -> Rules:
+    return Rules(
+        case.run_ahead,
+        order=case.order,
+        window=case.window,
+        max_lag=case.max_lag,
+        stragglers=case.stragglers,
+        max_restarts=case.max_restarts,
+        in_flight=case.in_flight,
+        overlap=case.overlap,
+        dynamic_sampling=case.dynamic_sampling,
+        deadline_s=case.deadline,
         **more,
     )
 
@@ -148,11 +248,14 @@ def play(
     stages: Plain | None = None,
     *,
     progress: Mapping[str, Any] | None = None,
+    restored: Iterable[Restored] = (),
     pass_rates: PassRates | None = None,
+    rules: Rules | None = None,
     **more: Any,
 ) -> Played:
-    """Run the real loop on virtual time to its end. No task may be left behind."""
+    """Run the real loop on virtual time to its end, holding its bound. No task may be left behind."""
     stages = stages or Plain(case)
+    rules = rules or rules_of(case)
     events: list[Event] = []
 
     async def program() -> Played:
@@ -163,10 +266,12 @@ def play(
             changed=bell.ring,
             trace=Trace(events.append),
             progress=progress,
+            restored=restored,
             pass_rates=pass_rates,
+            lag_bound=lag_bound(rules_of(case), case.groups_per_batch).lag,
         )
         try:
-            await loop.run(stages, ledger, Rules(case.run_ahead), bell)
+            await loop.run(stages, ledger, rules, bell)
         finally:
             await stages.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task outlived its run"
@@ -176,14 +281,23 @@ def play(
 
 
 def history_of(played: Played) -> History:
-    """What the trace says, in the words of the reference simulator."""
+    """What the trace says, in the words of the reference simulator; up to the last version."""
+    events, steps = played.events, played.ledger.settings.steps
+    last = next((n for n, event in enumerate(events) if event.kind == "published" and event["version"] == steps), None)
+    events = events if last is None else events[: last + 1]
+    of = {kind: [event for event in events if event.kind == kind] for kind in {event.kind for event in events}}
+
+    def handed_over(kind):
+        names = ("rollout", "group", "member", "lane", "version")
+        return [(e.at_s, *(e[name] for name in names)) for e in of.get(kind, ()) if not e["evaluation"]]
+
     return History(
-        starts=[
-            (event.at_s, *(event[name] for name in ("rollout", "group", "member", "lane", "version")))
-            for event in played.of("started")
-            if not event["evaluation"]
-        ],
-        batches=[(event.at_s, event["rollouts"], event["lags"]) for event in played.of("taken")],
-        failed=[(event.at_s, event["group"]) for event in played.of("failed")],
-        published=[event.at_s for event in played.of("published")],
-    )
+        starts=handed_over("started"),
+        resumes=handed_over("resumed"),
+        batches=[(event.at_s, event["rollouts"], event["lags"]) for event in of.get("taken", ())],
+        released=[(e.at_s, e.kind, e["group"]) for e in events if e.kind in ("failed", "dropped", "filtered")],
+        published=[event.at_s for event in of.get("published", ())],
+        pauses=[(event.at_s, event["rollout"], event["tokens"]) for event in of.get("paused", ())],
+        aborts=[(event.at_s, event["rollout"], event["lane"]) for event in of.get("aborted", ())],
+        ends=[(e.at_s, e["rollout"], e["tokens"]) for e in of.get("generated", ()) if e["rollout"] >= 0],
+    ).sorted()

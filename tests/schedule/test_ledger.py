@@ -43,6 +43,24 @@ class Account:
         return [self.ledger.active[index] for index in indices]
 
 
+def progress_of(*, version, watermark, batch_size=2, resolved_above=(), groups_started=None, groups_released=0):
+    """The account of a run without anything in flight, with groups of one that each had one rollout."""
+    groups_started = watermark if groups_started is None else groups_started
+    return {
+        "version": version,
+        "batch_size": batch_size,
+        "group_size": 1,
+        "watermark": watermark,
+        "resolved_above": list(resolved_above),
+        "groups_started": groups_started,
+        "groups_released": groups_released,
+        "rollouts_started": groups_started,
+        "next_order": groups_started,
+        "active": [],
+        "ready": [],
+    }
+
+
 def test_a_start_takes_the_first_free_lane_and_is_told():
     account = Account(group_size=2)
     first, second, third = (account.ledger.start() for _ in range(3))
@@ -53,7 +71,8 @@ def test_a_start_takes_the_first_free_lane_and_is_told():
     ]
     fields = {"rollout": 2, "group": 1, "member": 0, "lane": 2, "version": 0, "evaluation": False}
     assert (account.events[-1].kind, account.events[-1].fields) == ("started", fields)
-    assert account.ledger.group_open
+    assert len(account.ledger.waiting) == 1
+    assert (1, 1) in account.ledger.waiting
 
 
 def test_freed_lanes_are_given_out_lowest_first():
@@ -117,7 +136,7 @@ def test_reports_of_an_instant_are_settled_in_one_order_however_they_came():
             reports[place]()
         account.ledger.settle()
         logs.append([(event.kind, event.fields.get("rollout")) for event in account.events if event.at_s == 1.0])
-        assert account.ledger.ready == [(1.0, 1), (1.0, 2), (1.0, 3)]
+        assert [index for *_, index in account.ledger.ready] == [1, 2, 3]
     expected = [("generated", 3), ("scored", 1), ("scored", 2), ("scored", 3), ("trained", None)]
     assert all(log == expected for log in logs)
 
@@ -132,11 +151,11 @@ def test_reports_of_different_times_are_settled_in_order_of_time():
     account.at_s = 2.0
     account.scored(tickets[0])
     account.ledger.settle()
-    assert account.ledger.ready == [(1.0, 1), (2.0, 0)]
+    assert [(at_s, index) for _, at_s, index in account.ledger.ready] == [(1.0, 1), (2.0, 0)]
 
 
 def test_lag_counts_from_the_oldest_token_and_is_fixed_when_a_batch_is_taken():
-    account = Account(progress={"version": 4, "watermark": 8, "resolved_above": [], "groups_released": 0}, steps=9)
+    account = Account(progress=progress_of(version=4, watermark=8), steps=9)
     ledger = account.ledger
     tickets = [ledger.start() for _ in range(2)]
     assert ledger.lag(tickets[0]) == 0
@@ -150,7 +169,7 @@ def test_lag_counts_from_the_oldest_token_and_is_fixed_when_a_batch_is_taken():
     assert taken.fields == {
         "version": 4,
         "groups": [8, 9],
-        "rollouts": [8, 9],
+        "rollouts": [8, 9],  # the resumed run counts on
         "lags": [2, 1],
         "token_lag": (2 * 5 + 1 * 1 + 0 * 4 + 1 * 10) / 20,
     }
@@ -168,9 +187,9 @@ def test_the_trainer_is_busy_until_its_weights_are_published():
     ledger.settle()
     assert (ledger.trained, ledger.published, ledger.trainer_busy) == (1, 0, True)
     assert account.last("trained").fields == {"version": 1, "metrics": {"loss": 0.5}}
-    assert ledger.publish() == "weights"
+    assert ledger.publish() == ("weights", 1)
     assert ledger.unpublished is None
-    ledger.report_published()
+    ledger.report_published(1)
     ledger.settle()
     assert (ledger.trained, ledger.published, ledger.trainer_busy) == (1, 1, False)
 
@@ -182,8 +201,13 @@ def test_a_failed_group_is_told_with_its_prompt_and_reason():
         account.generated(ticket)
         account.scored(ticket, outcome)
     account.ledger.settle()
-    expected = {"group": 0, "prompt": "prompt 0", "reason": "1 of its 2 rollouts were scored"}
-    assert account.last("failed").fields == expected
+    assert account.last("failed").fields == {
+        "group": 0,
+        "prompt": "prompt 0",
+        "rollouts": [0, 1],
+        "tokens": 2,
+        "reason": "1 of its 2 rollouts were scored",
+    }
     assert (account.ledger.groups_released, account.ledger.active, account.ledger.ready) == (1, {}, [])
 
 
@@ -215,9 +239,31 @@ def test_a_taken_batch_counts_as_resolved_only_when_it_is_trained():
     assert account.ledger.progress()["watermark"] == 0
     account.trained()
     account.ledger.settle()
-    sizes = {"batch_size": 1, "group_size": 1}
-    resolved = {"watermark": 1, "resolved_above": [], "groups_released": 0}
-    assert account.ledger.progress() == {"version": 1, **sizes, **resolved}
+    assert account.ledger.progress() == progress_of(version=1, watermark=1, batch_size=1)
+
+
+def test_a_group_is_urgent_when_a_rollout_that_it_waits_for_is_interrupted_and_not_when_a_surplus_one_is():
+    account = Account(batch_size=1, redundant=1, keep_redundant=True)
+    ledger, tickets = account.ledger, [account.ledger.start() for _ in range(4)]
+    account.generated(tickets[0])
+    account.scored(tickets[0])
+    account.ledger.settle()
+    ledger.interrupt(tickets[1], "deadline")
+    ledger.interrupt(tickets[2], "deadline")
+    assert [(group["group"], group["urgent"]) for group in ledger.progress()["active"]] == [(0, False), (1, True)]
+
+
+def test_a_released_group_is_reported_as_a_change():
+    """It may have been the last one, and then no stage reports anything more."""
+    account = Account(batch_size=1)
+    ticket = account.ledger.start()
+    account.generated(ticket)
+    account.scored(ticket)
+    account.ledger.settle()
+    before = account.num_changes
+    account.ledger.drop(account.ledger.active[0])
+    assert account.num_changes == before + 1
+    assert account.last("dropped").fields["reason"] == "its lag of 0 is above max_lag"
 
 
 def test_an_evaluation_is_outside_every_count():
@@ -243,9 +289,9 @@ def test_saving_marks_the_version():
     ledger.settle()
     assert ledger.save_due
     ledger.publish()
-    ledger.report_published()
+    ledger.report_published(1)
     ledger.settle()
-    assert ledger.save() == ledger.progress()
+    assert ledger.save() == (ledger.progress(), [])
     assert (ledger.save_due, ledger.saving, ledger.trainer_busy, ledger.done) == (False, True, True, False)
     ledger.report_saved()
     ledger.settle()
@@ -253,14 +299,13 @@ def test_saving_marks_the_version():
 
 
 def test_groups_resolved_above_the_watermark_are_not_started_again():
-    sizes = {"batch_size": 2, "group_size": 1}
-    progress = {"version": 1, **sizes, "watermark": 2, "resolved_above": [3, 4, 6], "groups_released": 1}
+    progress = progress_of(version=1, watermark=2, resolved_above=[3, 4, 6], groups_started=5, groups_released=1)
     account = Account(progress=progress, num_groups=9, lanes=9)
     groups = []
     while not account.ledger.exhausted:
         groups.append(account.ledger.start().group)
     assert groups == [2, 5, 7, 8]
-    assert account.ledger.progress() == progress
+    assert (account.ledger.groups_started, account.ledger.groups_released) == (9, 1)
 
 
 def test_a_ticket_holds_no_way_back_to_its_group():
@@ -273,3 +318,22 @@ def test_a_ticket_holds_no_way_back_to_its_group():
 
 def test_an_empty_data_set_is_done_from_the_start():
     assert Account(num_groups=0).ledger.done
+
+
+def test_a_rollout_that_ends_while_its_group_becomes_complete_is_not_waited_for():
+    """All three reports are settled at once, as on a wall clock: the redundant one was on its way to its scorer."""
+    account = Account(group_size=2, redundant=1)
+    first, second, third = (account.ledger.start() for _ in range(3))
+    for ticket in (first, second):
+        account.generated(ticket)
+        account.at_s += 1
+        account.scored(ticket)
+        account.at_s += 1
+    account.generated(third)
+    account.ledger.settle()
+    assert account.ready_groups(0)[0].ready
+    assert (account.last("aborted")["rollout"], account.last("aborted")["lane"]) == (third.index, third.lane)
+    account.scored(third)
+    account.ledger.settle()
+    assert account.ledger.scoring == {}
+    assert [event["rollout"] for event in account.events if event.kind == "scored"] == [0, 1]

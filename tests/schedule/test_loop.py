@@ -1,7 +1,9 @@
 """The loop on virtual time: worked schedules, an independent simulator, groups, failures, evaluations, errors."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -9,8 +11,8 @@ from headway import clock, run
 from headway.config import resolve
 from headway.schedule import loop
 from headway.trace import Trace
-from tests.schedule.doubles import Awkward, Plain, history_of, play, settings_of
-from tests.schedule.reference_simulator import Case, random_case, simulate
+from tests.schedule.doubles import Awkward, Plain, history_of, play, rules_of, settings_of
+from tests.schedule.reference_simulator import Case, random_case, random_policies, simulate
 
 KINDS_OF_STAGES = pytest.mark.parametrize("stages", [Plain, Awkward])
 
@@ -65,11 +67,58 @@ def test_while_new_weights_travel_lanes_go_on_with_the_old_ones(stages):
 
 
 @KINDS_OF_STAGES
-@pytest.mark.parametrize("seeds", [range(first, first + 100) for first in range(0, 400, 100)], ids=str)
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
 def test_random_schedules_are_those_of_the_independent_simulator(stages, seeds):
     for seed in seeds:
         case = random_case(seed)
         assert history_of(play(case, stages(case))) == simulate(case), case
+
+
+@KINDS_OF_STAGES
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
+def test_random_policies_are_those_of_the_independent_simulator(stages, seeds):
+    for seed in seeds:
+        case = random_policies(seed)
+        assert history_of(play(case, stages(case))) == simulate(case), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(first, first + 1000) for first in range(1000, 9000, 1000)], ids=str)
+def test_thousands_of_random_policies_are_those_of_the_independent_simulator(seeds):
+    for seed in seeds:
+        case = random_policies(seed)
+        assert history_of(play(case, (Plain, Awkward)[seed % 2](case))) == simulate(case), case
+
+
+def test_the_random_policies_meet_what_they_are_for():
+    """Each policy acts in many of them, alone and beside every other."""
+    acted = Counter()
+    for seed in range(300):
+        played = play(case := random_policies(seed))
+        reasons = {event["reason"] for event in played.of("aborted", "paused", "restarted")}
+        reasons |= {event.fields.get("why") for event in played.of("generated")}
+        kinds = {event.kind for event in played.events}
+        acts = {*reasons, *kinds} & set(EXPECTED_ACTS)
+        acted.update([*acts, *combinations(sorted(acts), 2)])
+        acted[case.order, "with a lag"] += any(played.lags)
+        acted["drain waits"] += case.in_flight == "drain" and any_publishing_waited(played)
+    assert all(acted[act] > 10 for act in EXPECTED_ACTS), acted
+    assert all(acted[order, "with a lag"] > 20 for order in ("finished", "started", "window")), acted
+    assert acted["drain waits"] > 10
+    assert acted["dropped", "redundant"] > 2
+    assert acted["iteration_tokens", "max_lag"] > 2
+    assert acted["filtered", "training"] > 2
+
+
+EXPECTED_ACTS = (
+    *("deadline", "dropped", "failed", "filtered", "iteration_tokens", "max_lag", "new weights"),
+    *("redundant", "restarted", "resumed", "training"),
+)
+
+
+def any_publishing_waited(played):
+    trained = [event.at_s for event in played.of("trained")]
+    return any(event.at_s > at_s for event, at_s in zip(played.of("publishing"), trained, strict=False))
 
 
 def test_the_random_schedules_meet_what_they_are_for():
@@ -143,6 +192,12 @@ def test_throughput_does_not_decay_when_groups_fail(run_ahead, group_size):
     assert last < 1.2 * first
 
 
+def places_left_empty(played):
+    """Of the last batch: they count as started, since its version admits as many groups as any other."""
+    size = played.ledger.settings.groups_per_batch
+    return sum(size - len(event["groups"]) for event in played.of("taken"))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_released_groups_are_the_failed_ones_and_admission_holds_at_every_start(seed):
     case = replace(random_case(seed), unscored=0.3)
@@ -155,7 +210,8 @@ def test_released_groups_are_the_failed_ones_and_admission_holds_at_every_start(
         published += event.kind == "published"
         assert started - failed <= (published + case.run_ahead + 1) * case.groups_per_batch
     assert played.ledger.groups_released == failed
-    assert played.ledger.groups_started == started == trained + failed + len(played.ledger.active)
+    assert started == trained + failed + len(played.ledger.active)
+    assert played.ledger.groups_started == started + places_left_empty(played)
 
 
 # Run-ahead 0
@@ -201,6 +257,33 @@ def test_a_run_whose_groups_all_fail_ends():
     assert played.ledger.published == 0
 
 
+def test_a_run_whose_last_group_is_dropped_ends_then():
+    """Version 1 is out and saved when group 1 ends at 5, one version old: nobody reports anything after that."""
+    case = Case(lanes=2, groups_per_batch=1, steps=9, num_groups=2, lengths=(1, 5), max_lag=0, stragglers=("drop",))
+    played = play(case, save_every=1)
+    assert [(event.at_s, event["group"]) for event in played.of("dropped")] == [(5.0, 1)]
+    assert played.ended_s == 5.0
+    assert evaluated(play(case, save_every=1, evaluation_size=1)) == [0, 1]
+
+
+@KINDS_OF_STAGES
+def test_a_surplus_rollout_does_not_hold_the_last_batch_back(stages):
+    """Two of three are done at 1, and the trainer is idle; the third has paused there, and would go on at 2."""
+    case = Case(
+        lanes=3,
+        group_size=2,
+        groups_per_batch=2,
+        num_groups=1,
+        steps=9,
+        lengths=(1, 2, 9),
+        redundant=1,
+        keep_redundant=True,
+        iteration_tokens=1,
+    )
+    (taken,) = play(case, stages(case)).of("taken")
+    assert (taken.at_s, taken["rollouts"]) == (2.0, [0, 1])
+
+
 def test_why_a_run_ended_is_told():
     case = Case(num_groups=3, steps=2)
     config = resolve(None, ["--lanes", "2", "--batch-size", "2", "--steps", "2"]).config
@@ -208,7 +291,9 @@ def test_why_a_run_ended_is_told():
     def last_event(steps):
         events = []
         settings = replace(settings_of(case), steps=steps)
-        clock.run(run.drive(config, Plain(case), settings, Trace(events.append), clock_name="virtual"), virtual=True)
+        trace = Trace(events.append)
+        program = run.drive(config, Plain(case), settings, rules_of(case), trace, clock_name="virtual")
+        clock.run(program, virtual=True)
         return events[-1]
 
     assert (last_event(1).kind, last_event(1)["reason"]) == ("ended", "steps done")
@@ -276,14 +361,14 @@ def test_unscored_answers_of_an_evaluation_are_counted_apart():
 def test_an_evaluation_comes_first_to_the_free_lanes():
     played = play(Case(lanes=2, run_ahead=1, lengths=(2, 1)), evaluation_size=3)
     order = [(event.at_s, event["evaluation"], event["group"]) for event in played.of("started")]
-    assert order[:4] == [(0.0, True, 0), (0.0, True, 1), (1.0, True, 2), (1.0, False, 0)]
+    assert order[:4] == [(0.0, True, 0), (0.0, True, 1), (1.0, True, 2), (2.0, False, 0)]
 
 
 @KINDS_OF_STAGES
 def test_publishing_waits_for_an_open_evaluation(stages):
     """The evaluation of version 0 ends at 9; the step that was over at 3 is published then, at once."""
     case = Case(lanes=3, groups_per_batch=1, run_ahead=1, steps=1, lengths=(2, 9))
-    played = play(case, stages(case), evaluation_size=1)
+    played = play(case, stages(case), evaluation_size=2)
     times = {}
     for event in played.of("trained", "evaluated", "publishing", "published"):
         times.setdefault(event.kind, event.at_s)
@@ -366,7 +451,8 @@ def test_a_failure_in_an_evaluation_says_so():
 def test_the_composition_root_raises_the_first_cause_by_itself():
     case = Case()
     config = resolve(None, ["--lanes", "2", "--batch-size", "2", "--steps", "2"]).config
-    program = run.drive(config, failing("train")(case), settings_of(case), Trace(), clock_name="virtual")
+    stages = failing("train")(case)
+    program = run.drive(config, stages, settings_of(case), rules_of(case), Trace(), clock_name="virtual")
     with pytest.raises(Boom, match="train"):
         clock.run(program, virtual=True)
 
@@ -424,6 +510,6 @@ def test_the_same_program_runs_on_the_wall_clock():
 
     settings = settings_of(case)
     config = resolve(None, ["--lanes", "2", "--batch-size", "2", "--steps", "2", "--run-ahead", "0"]).config
-    ledger = clock.run(run.drive(config, Plain(case), settings, Trace(note), clock_name="wall"))
+    ledger = clock.run(run.drive(config, Plain(case), settings, rules_of(case), Trace(note), clock_name="wall"))
     assert taken == [([0, 1], [0, 0]), ([2, 3], [0, 0])]
     assert ledger.published == 2

@@ -9,6 +9,7 @@ import headway
 
 SOURCE = Path(headway.__file__).parent
 SCHEDULE = sorted((SOURCE / "schedule").glob("*.py"))
+NAMES = ["bound", "ledger", "loop", "pass_rates", "policy", "waiting"]
 
 
 def imported(path):
@@ -39,13 +40,13 @@ def test_the_schedule_does_not_know_what_it_drives(path):
 
 
 def test_there_is_something_to_look_at():
-    assert [path.name for path in SCHEDULE] == ["__init__.py", "ledger.py", "loop.py", "pass_rates.py", "policy.py"]
+    assert [path.name for path in SCHEDULE] == ["__init__.py", *(f"{name}.py" for name in NAMES)]
 
 
 def test_real_and_simulated_runs_call_the_same_loop():
     run = SOURCE / "run.py"
     assert list(calls_of(run, "loop.run")) == ["drive"]
-    assert sorted(calls_of(run, "drive")) == ["_train", "simulate"]
+    assert sorted(calls_of(run, "drive")) == ["_drive_for_real", "_live", "_on_virtual_time"]
 
 
 def test_nobody_else_runs_the_loop():

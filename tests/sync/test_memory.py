@@ -24,12 +24,20 @@ class Receiver:
         self.weights = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
         self.version = 0
         self.num_hashes = 0
+        self.recompute: bool | None = None
         self._loses = loses
 
     async def sample(self, request: Any) -> Any:
         raise NotImplementedError
 
-    async def load(self, weights: Any, version: int) -> None:
+    def interrupt(self, request: Any) -> None:
+        raise NotImplementedError
+
+    async def peek(self, request: Any) -> Any:
+        raise NotImplementedError
+
+    async def load(self, weights: Any, version: int, *, recompute: bool = False) -> None:
+        self.recompute = recompute
         self.weights |= {name: tensor.clone() for name, tensor in weights.items() if name != self._loses}
         self.version = version
 
@@ -45,6 +53,13 @@ def test_weights_and_version_arrive():
     asyncio.run(MemorySync(receiver, verify=True).sync(WEIGHTS, 4))
     assert fingerprint(receiver.weights) == fingerprint(WEIGHTS)
     assert receiver.version == 4
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_whether_caches_are_recomputed_is_said_with_the_weights(recompute):
+    receiver = Receiver()
+    asyncio.run(MemorySync(receiver, verify=True, recompute=recompute).sync(WEIGHTS, 4))
+    assert receiver.recompute is recompute
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
