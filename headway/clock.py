@@ -153,7 +153,7 @@ def rare_collections() -> Iterator[None]:
     and few that are cyclic: with ten thousand rollouts in flight a third of the time went there.
     """
     before = gc.get_threshold()
-    gc.set_threshold(before[0] and max(before[0], 50_000), *before[1:])
+    gc.set_threshold(before[0] and max(before[0], 250_000), *before[1:])
     try:
         yield
     finally:

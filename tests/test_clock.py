@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import gc
 import random
 import time
 
@@ -464,3 +465,36 @@ def test_on_virtual_time_the_bell_wakes_after_all_reports_of_the_instant(hops):
             return list(reports), asyncio.get_running_loop().time()
 
     assert run(program(), virtual=True) == (["early", "late"], 1.0)
+
+
+# What a long simulation costs
+
+
+def test_timers_that_were_cancelled_leave_nothing():
+    """Ten thousand deadlines far ahead, each met; and the timers that are still wanted fire in their order."""
+
+    async def program():
+        loop, fired = asyncio.get_running_loop(), []
+        wanted = [loop.call_at(1e6 + number, fired.append, number) for number in range(5)]
+        for _ in range(10_000):
+            deadline = loop.call_later(2e6, fired.append, "deadline")
+            await asyncio.sleep(0.01)
+            deadline.cancel()
+        num_kept = len(loop._timers)
+        wanted[2].cancel()
+        await asyncio.sleep(1e7)
+        return num_kept, fired
+
+    num_kept, fired = run(program(), virtual=True)
+    assert num_kept < 300
+    assert fired == [0, 1, 3, 4]
+
+
+def test_cyclic_garbage_is_looked_for_less_often_on_virtual_time_alone():
+    async def program():
+        return gc.get_threshold()
+
+    before = gc.get_threshold()
+    assert run(program(), virtual=True)[0] > before[0]
+    assert run(program()) == before
+    assert gc.get_threshold() == before

@@ -1,8 +1,15 @@
 """What `benchmarks/scheduler.py` compares is one schedule twice."""
 
+import asyncio
+
 import pytest
 
 from benchmarks import scheduler
+from headway import clock, run
+from headway.config import resolve
+from headway.simulate.doubles import Doubles, Times
+from headway.simulate.workload import make_lengths
+from headway.trace import Trace
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 16])
@@ -38,3 +45,24 @@ def test_every_rule_of_the_benchmark_runs(rule):
         lambda rollouts, lags: batches.append(len(rollouts)),
     )
     assert batches == [16] * 5
+
+
+RULES_THAT_KEEP_MUCH = ("--group-size=4", "--redundant=2", "--stragglers=drop", "--max-lag=2", "--deadline-s=50")
+
+
+def test_nothing_grows_with_the_rollouts_that_were_trained():
+    def held(steps):
+        """How many things the ledger's collections and the loop's timers hold when a run of so many steps is over."""
+
+        async def program():
+            config = resolve(None, ["--lanes=24", "--batch-size=16", f"--steps={steps}", *RULES_THAT_KEEP_MUCH]).config
+            settings, rules = run.sizes(config), run.rules(config, simulated=True)
+            doubles = Doubles(make_lengths("exponential", 1.0, 0), Times(0.5), num_members=settings.num_members)
+            ledger = await run.drive(config, doubles, settings, rules, Trace(), clock_name="virtual")
+            collections = [value for value in vars(ledger).values() if hasattr(value, "__len__")]
+            heaps = [ledger.waiting._heap, asyncio.get_running_loop()._timers]
+            return sum(map(len, [*collections, *heaps]))
+
+        return clock.run(program(), virtual=True)
+
+    assert held(400) < 1.5 * held(50) + 100

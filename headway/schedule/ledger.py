@@ -11,7 +11,7 @@ No asyncio and no tensors: references are carried, never opened.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -188,6 +188,7 @@ class Ledger:
         self.scoring: dict[int, RolloutTicket] = {}
         self.active: dict[int, Group] = {}
         self.ready: list[tuple[bool, float, int]] = []
+        self.ready_orders: list[int] = []  # of the ready groups, the oldest first
         self.waiting = Waiting()
         self.paused: dict[tuple[int, int], RolloutTicket] = {}
         self.idle_lanes = list(range(settings.lanes))
@@ -535,6 +536,7 @@ class Ledger:
     def _make_ready(self, at_s: float, group: Group) -> None:
         group.ready = True
         insort(self.ready, (not group.urgent, at_s, group.index))
+        insort(self.ready_orders, group.order)
         self.newly_ready.append(group)
 
     def _leave_off(self, at_s: float, group: Group) -> None:
@@ -661,14 +663,23 @@ class Ledger:
             )
 
     def _release(self, group: Group, kind: Release, **fields: Any) -> None:
-        self.ready = [entry for entry in self.ready if entry[2] != group.index]
+        self._no_longer_ready([group])
         self._give_back(self._now(), group, kind, **fields)
         self._changed()  # it may have been the last one, and then nobody else reports anything
 
+    def _no_longer_ready(self, groups: list[Group]) -> None:
+        gone = {group.index for group in groups}
+        if all(index in gone for _, _, index in self.ready[: len(groups)]):
+            del self.ready[: len(groups)]  # as in order finished, however many others there are
+        else:
+            self.ready = [entry for entry in self.ready if entry[2] not in gone]
+        for group in groups:
+            del self.ready_orders[bisect_left(self.ready_orders, group.order)]
+
     def take(self, groups: list[Group]) -> list[Group]:
         """The idle trainer takes these groups as a batch; their lag is fixed here."""
-        now, taken = self._now(), {group.index for group in groups}
-        self.ready = [entry for entry in self.ready if entry[2] not in taken]
+        now = self._now()
+        self._no_longer_ready(groups)
         for group in groups:
             self._discard_unfinished(now, group, "redundant")
             del self.active[group.index]

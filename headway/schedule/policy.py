@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class Rules:
     def _in_window(self, ledger: Ledger, size: int) -> list[Group] | None:
         """First finished, first chosen, among the `window` groups from the oldest unchosen one on."""
         assert self.window is not None, "order window has a window"
+        if self._num_in_window(ledger) < size:
+            return None
         place = {index: number for number, (_, _, index) in enumerate(ledger.ready)}
         oldest_first, to_enter = iter(ledger.active.values()), deque(ledger.active.values())
         oldest, inside, chosen = next(oldest_first), list[tuple[int, int]](), dict[int, Group]()
@@ -140,6 +143,17 @@ class Rules:
                 return list(chosen.values())
             while oldest.index in chosen:
                 oldest = next(oldest_first)
+
+    def _num_in_window(self, ledger: Ledger) -> int:
+        """Finished groups that may be chosen: choosing moves the window on until it begins at an unfinished group.
+
+        Known at once, so that a rollout that finishes meanwhile doesn't cost a look at all others.
+        """
+        unfinished = next((group for group in ledger.active.values() if not group.ready), None)
+        if unfinished is None:
+            return len(ledger.ready)
+        assert self.window is not None, "order window has a window"
+        return bisect_left(ledger.ready_orders, unfinished.order + self.window)
 
     def may_publish(self, ledger: Ledger) -> bool:
         """New weights are there; nobody is being evaluated under the old ones, nor has to finish under them."""
