@@ -28,7 +28,7 @@ from typing import Any
 
 import simpy
 
-from headway import clock, run
+from headway import clock, program
 from headway.config import resolve
 from headway.simulate.doubles import Doubles, Times
 from headway.simulate.workload import Lengths, make_lengths
@@ -59,7 +59,7 @@ def headway(case: Case, taken: Taken) -> int:
     words = [f"--lanes={case.lanes}", f"--batch-size={case.batch_size}", f"--steps={case.steps}"]
     words += [f"--run-ahead={case.run_ahead}", "--group-size=1", *case.rules]
     config = resolve(None, words).config
-    settings, rules = run.sizes(config), run.rules(config, simulated=True)
+    settings, rules = program.sizes(config), program.rules(config, simulated=True)
     doubles = Doubles(
         case.lengths,
         Times(case.train_time),
@@ -75,7 +75,7 @@ def headway(case: Case, taken: Taken) -> int:
         elif event.kind == "taken":
             taken(event["rollouts"], event["lags"])
 
-    clock.run(run.drive(config, doubles, settings, rules, Trace(listen), clock_name="virtual"), virtual=True)
+    clock.run(program.drive(config, doubles, settings, rules, Trace(listen), clock_name="virtual"), virtual=True)
     return started
 
 

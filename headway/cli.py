@@ -1,11 +1,10 @@
-"""The commands: train, simulate, report, objectives."""
+"""The commands: train, simulate, report, export, objectives."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,14 +23,14 @@ app = typer.Typer(
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def _keys_help(sections: tuple[str, ...] | None = None) -> str:
-    """Every key with its type, default and meaning, for the end of a command's help."""
+def _keys_help(looked_at: tuple[str, ...] | None = None) -> str:
+    """Every key with its type, default and meaning, for the end of a command's help; or those that it looks at."""
     lines = [
         "Any setting may be given as --section.key VALUE, or --key VALUE where that is unambiguous; words are "
-        "separated by commas:"
+        "separated by commas, and none takes back an optional setting of the recipe:"
     ]
     for key, info in settings.fields():
-        if sections is None or key.split(".")[0] in sections:
+        if looked_at is None or {key, key.split(".")[0]} & set(looked_at):
             default = info.get_default(call_default_factory=True)
             meaning = f" {info.description}" if info.description else ""
             shown = "" if default in (None, (), {}) else f", default {default}"
@@ -39,7 +38,10 @@ def _keys_help(sections: tuple[str, ...] | None = None) -> str:
     return "\n\n".join(lines)
 
 
-_SIMULATED = ("run", "generate", "schedule", "evaluate", "simulate")
+_SIMULATED = (
+    *("run.seed", "run.steps", "generate.lanes", "evaluate.size", "evaluate.every"),
+    *("schedule", "simulate"),
+)
 _USUAL_SWEEP = "run_ahead=0..8"
 
 
@@ -94,11 +96,13 @@ def simulate(
 
     With --replay RUN: what would that run have given under another schedule?
     """
-    if faults:
+    if faults is not None:
         if context.args or timeline or as_json or sweeps or page or replay:
             raise UserError("--faults draws every setting from its seeds; leave the others out")
         _try_faults(faults)
         return
+    if timeline and as_json:
+        raise UserError("--timeline is no JSON; leave it out, or --json")
     recipe, overrides = _recipe_first(context.args)
     if replay:
         recipe = _recipe_of(replay, recipe)
@@ -112,11 +116,11 @@ def simulate(
 
 def _try_faults(spec: str) -> None:
     """Exit status 1 if a rule was broken."""
-    from headway import run
     from headway.simulate.trial import Tally, parse_seeds
+    from headway.simulation import try_faults
 
     seeds, tally = parse_seeds(spec), Tally()
-    for trial in run.try_faults(seeds):
+    for trial in try_faults(seeds):
         tally.count(trial)
         if len(seeds) == 1:
             print(trial)
@@ -142,21 +146,22 @@ def _recipe_of(replayed: Path, recipe: Path | None) -> Path:
 def _simulate_one(
     recipe: Path | None, overrides: list[str], replayed: Path | None, *, timeline: bool, as_json: bool
 ) -> None:
-    from headway import run
+    from headway import program, simulation
     from headway.reports import summary, text_timeline, wording
 
     config = _simulated_config(recipe, overrides, replayed)
-    events = run.replay(replayed, overrides) if replayed else run.simulate(config)
-    figures = summary.summarise(events, config.simulate.skip_steps)
+    events = simulation.replay(replayed, overrides) if replayed else simulation.simulate(config)
+    lines = summary.timeline(events)
+    figures = summary.summarise(lines, events, config.simulate.skip_steps)
     if timeline:
-        print(text_timeline.render(summary.timeline(events)))
-    print(json.dumps(figures, allow_nan=False) if as_json else wording.simulated(figures, run.bound(config).why))
+        print(text_timeline.render(lines))
+    print(json.dumps(figures, allow_nan=False) if as_json else wording.simulated(figures, program.bound(config).why))
 
 
 def _simulated_config(recipe: Path | None, overrides: list[str], replayed: Path | None) -> settings.Config:
     resolved = settings.resolve(recipe, overrides)
     if not replayed:  # a replay looks at others, and says so
-        _only(resolved.origins, _SIMULATED, "headway simulate")
+        settings.only(resolved.origins, _SIMULATED, "headway simulate")
     return resolved.config
 
 
@@ -175,7 +180,9 @@ def _sweep(
     swept = sweep.parse(sweeps or [_USUAL_SWEEP])
     jobs = sweep.jobs(recipe, overrides, swept, replayed=replayed, for_page=page is not None)
     if not replayed:
-        _only(jobs[0].resolved.origins, _SIMULATED, "headway simulate")
+        settings.only(jobs[0].resolved.origins, _SIMULATED, "headway simulate")
+    if page and page.is_dir():
+        raise UserError(f"--page {page} is a folder; give the name of a file in it")
     if page and not page.absolute().parent.is_dir():
         raise UserError(f"--page {page}: there is no folder {page.parent}")
     if not sweeps:
@@ -224,13 +231,6 @@ def train(
     print(run.report(folder))
 
 
-def _only(origins: Mapping[str, settings.Origin], sections: tuple[str, ...], command: str) -> None:
-    """A command refuses the settings that it would not look at."""
-    for key, origin in origins.items():
-        if origin == "command line" and key.split(".")[0] not in sections:
-            raise UserError(f"--{key} does nothing in {command}, which looks at {', '.join(sections)}; leave it out")
-
-
 def _some_recipe() -> str:
     return str(next(iter(sorted(Path("recipes").glob("*.toml"))), "recipes/quickstart.toml"))
 
@@ -272,7 +272,7 @@ def objectives(context: typer.Context) -> None:
     if words[0].startswith("--"):
         raise UserError(f"which objective? headway objectives NAME {words[0]} ...; without a name they are listed")
     resolved = settings.resolve(None, ["--objective.name", *words])
-    _only(resolved.origins, ("objective",), "headway objectives")
+    settings.only(resolved.origins, ("objective",), "headway objectives")
     print(describe.description(named_objective(resolved.config)))
 
 

@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from headway.types import UserError, did_you_mean, nearest
+from headway.types import InFlight, Order, Straggler, UserError, did_you_mean, nearest
 
 Origin = Literal["default", "recipe", "command line"]
 
@@ -183,7 +183,7 @@ class Data(Section):
 class Generate(Section):
     """The generation engine and its sampling. Nothing is taken from the model folder's generation config."""
 
-    lanes: int = Field(default=16, ge=1, description="rollouts in flight at once")
+    lanes: int = Field(default=16, ge=1, le=1_000_000, description="rollouts in flight at once")
     max_new_tokens: int = Field(
         default=64, ge=1, description="token budget of a rollout; reaching it is finish 'length'"
     )
@@ -342,7 +342,7 @@ class Schedule(Section):
     run_ahead: float = Field(
         default=1.0, ge=0, le=1e6, description="batches that generation may run ahead; 0 is synchronous"
     )
-    order: Literal["finished", "started", "window"] = Field(
+    order: Order = Field(
         default="finished",
         description="of training: first finished first, in order of start, or first finished among the oldest groups",
     )
@@ -350,20 +350,20 @@ class Schedule(Section):
     max_lag: int | None = Field(
         default=None,
         ge=0,
-        description="versions that a rollout may lag; what exceeds it is counted, and see stragglers",
+        description="versions that a rollout may lag; those above it are counted, and stragglers says what else is done",
     )
     stragglers: Strings = Field(
         default=(),
-        description="at max_lag: drop finished groups above it; interrupt or restart unfinished ones that reach it; default accept",
+        description="at max_lag: drop finished groups above it; interrupt or restart unfinished ones that reach it; default accept, which does nothing",
     )
     max_restarts: int | None = Field(
         default=None,
         ge=1,
         description="of stragglers restart: times a group begins again, then it is interrupted; default 1",
     )
-    in_flight: Literal["keep", "recompute", "drain", "restart", "pinned"] | None = Field(
+    in_flight: InFlight | None = Field(
         default=None,
-        description="new weights and rollouts in flight: go on (keep), and with a new cache (recompute), end first (drain), begin again (restart), go on with the old weights (pinned: simulation only, its default); default keep",
+        description="what rollouts in flight do when new weights come: go on (keep), go on with their cache computed again (recompute), end before the weights are let in (drain), begin again (restart), go on with the old weights (pinned: simulation only, its default); default keep",
     )
     overlap: bool = Field(
         default=True, description="rollouts go on while a batch is trained; false: they pause until its weights are out"
@@ -376,11 +376,11 @@ class Schedule(Section):
     redundant: int = Field(
         default=0,
         ge=0,
-        description="rollouts per prompt beyond group_size; a group is done when group_size of them are",
+        description="rollouts started per prompt beyond group_size; a group is done when any group_size of all are",
     )
     surplus: Literal["abort", "keep"] | None = Field(
         default=None,
-        description="redundant rollouts that aren't done by then: aborted (the default), or trained if they end in time",
+        description="redundant rollouts that are still in flight when their group is done: aborted (the default), or trained if they end before it is taken",
     )
     dynamic_sampling: bool = Field(
         default=False, description="replace groups in which all answers earn the same (DAPO, arXiv 2503.14476)"
@@ -388,7 +388,7 @@ class Schedule(Section):
     max_filtered: int | None = Field(
         default=None,
         ge=1,
-        description="of dynamic_sampling: batches of groups replaced for one step before the run stops; default 10",
+        description="of dynamic_sampling: how many batches' worth of groups may be replaced for one step; then the run stops; default 10",
     )
     deadline_s: float | None = Field(
         default=None,
@@ -435,10 +435,13 @@ class Schedule(Section):
         )
         yield (
             self.max_restarts is not None and "restart" not in stragglers,
-            "max_restarts does nothing without stragglers restart",
+            f"max_restarts does nothing without stragglers restart{_take_back('max-restarts')}",
         )
         yield self.order == "window" and self.window is None, "order window needs window, a number of groups"
-        yield self.order != "window" and self.window is not None, f"window does nothing with order {self.order}"
+        yield (
+            self.order != "window" and self.window is not None,
+            f"window does nothing with order {self.order}{_take_back('window')}",
+        )
         yield (
             self.in_flight == "drain" and bool(stragglers & {"interrupt", "restart"}),
             "with in_flight drain no rollout in flight is older than the weights, so stragglers have nothing to "
@@ -455,7 +458,7 @@ class Schedule(Section):
         )
         yield (
             self.surplus is not None and not self.redundant,
-            "surplus does nothing without redundant rollouts",
+            f"surplus does nothing without redundant rollouts{_take_back('surplus')}",
         )
         yield (
             self.dynamic_sampling and self.group_size == 1,
@@ -463,11 +466,15 @@ class Schedule(Section):
         )
         yield (
             self.max_filtered is not None and not self.dynamic_sampling,
-            "max_filtered does nothing without dynamic_sampling",
+            f"max_filtered does nothing without dynamic_sampling{_take_back('max-filtered')}",
         )
 
 
-STRAGGLERS = ("accept", "drop", "interrupt", "restart")
+def _take_back(flag: str) -> str:
+    return f"; leave it out, or say --{flag} none"
+
+
+STRAGGLERS = ("accept", *get_args(Straggler))
 """What schedule.stragglers may hold."""
 
 
@@ -527,7 +534,9 @@ class Simulate(Section):
         le=1e9,
         description="of rollouts, before longest cuts them: time that a lane takes, or tokens with a roofline",
     )
-    longest: float | None = Field(default=None, gt=0, description="where a rollout ends at the latest; default nowhere")
+    longest: float | None = Field(
+        default=None, gt=0, description="length at which a rollout ends at the latest, its token budget; default none"
+    )
     engine: Literal["lanes", "roofline"] = Field(
         default="lanes",
         description="lanes: one token per lane and unit of time; roofline: a decode step takes overhead_s + (weight_bytes + kv_bytes_per_token x tokens in all caches) / bandwidth_bytes_per_s",
@@ -616,6 +625,11 @@ class Config(Section):
     report: Report = Field(default_factory=Report)
     simulate: Simulate = Field(default_factory=Simulate)
 
+    def setting(self, key: str) -> Any:
+        """The value of `section.name`."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     @model_validator(mode="after")
     def _fill_in_the_learning_rate(self) -> Config:
         if self.train.learning_rate is None:
@@ -665,6 +679,36 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 KEYS: tuple[str, ...] = tuple(key for key, _ in fields())
 
 
+def _may_be_unset(annotation: Any) -> bool:
+    """Where "none" is no value of its own."""
+    kinds = get_args(annotation)
+    return type(None) in kinds and str not in kinds
+
+
+UNSETTABLE: frozenset[str] = frozenset(key for key, info in fields() if _may_be_unset(info.annotation))
+"""Keys for which the word none on the command line takes back what a recipe has set."""
+
+
+def last_word(key: str) -> str:
+    """
+    >>> last_word("schedule.run_ahead")
+    'run_ahead'
+    """
+    return key.split(".")[1]
+
+
+def only(origins: Mapping[str, Origin], looked_at: Sequence[str], what: str) -> None:
+    """Refuse the settings of the command line that `what` would not look at.
+
+    looked_at: keys, and sections of which it looks at all. Raises UserError.
+    """
+    for key, origin in origins.items():
+        if origin == "command line" and not {key, key.split(".")[0]} & set(looked_at):
+            raise UserError(
+                f"--{_dashed(key)} does nothing in {what}, which looks at {', '.join(looked_at)}; leave it out"
+            )
+
+
 def resolve(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     """A recipe file (or none: all defaults) plus command-line words -> a configuration.
 
@@ -676,6 +720,8 @@ def resolve(recipe: Path | None, overrides: Sequence[str] = ()) -> Resolved:
         values[key], origins[key] = value, "recipe"
     for key, value in _override_values(overrides).items():
         values[key], origins[key] = value, "command line"
+        if value == "none" and key in UNSETTABLE:
+            del values[key]
     nested: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -735,7 +781,7 @@ def full_key(flag: str) -> str:
     key = flag.replace("-", "_")
     if key in KEYS:
         return key
-    matches = [known for known in KEYS if known.split(".")[1] == key]
+    matches = [known for known in KEYS if last_word(known) == key]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -747,7 +793,7 @@ def _suggestion(key: str) -> str:
     """By the whole key where one is much like it, else by its last word alone."""
     near = nearest(key, KEYS, cutoff=0.75)
     if not near:
-        by_last_word = {known.split(".")[1]: known for known in reversed(KEYS)}
+        by_last_word = {last_word(known): known for known in reversed(KEYS)}
         near = [by_last_word[word] for word in nearest(key.rsplit(".", 1)[-1], by_last_word, cutoff=0.0)]
     return f"the nearest valid key is {near[0]}"
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headway import run
-from headway.config import Config, Resolved, full_key, resolve
-from headway.reports.summary import summarise
+from headway import program, simulation
+from headway.config import Config, Resolved, full_key, last_word, resolve
+from headway.reports.summary import summarise, timeline
 from headway.reports.sweep_table import SweptRun
 from headway.simulate.workload import Lengths
 from headway.trace import Event
@@ -101,7 +101,7 @@ def in_words(choice: Choice) -> str:
     >>> in_words({"schedule.run_ahead": "1", "schedule.order": "started"})
     'run_ahead 1, order started'
     """
-    return ", ".join(f"{key.split('.')[1]} {value}" for key, value in choice.items())
+    return ", ".join(f"{last_word(key)} {value}" for key, value in choice.items())
 
 
 # ---- simulating them
@@ -143,7 +143,7 @@ def jobs(
         words = [*overrides, *(f"--{key}={value}" for key, value in choice.items())]
         with _named(choice):
             resolved = resolve(recipe, words)
-            run.rules(resolved.config, simulated=True)
+            program.rules(resolved.config, simulated=True)
         found.append(SweepJob(choice, words, resolved, replayed, len(all_choices) if for_page else 0))
     return found
 
@@ -154,13 +154,8 @@ def without_sweep(jobs: Sequence[SweepJob], recipe: Path | None, overrides: Sequ
         config = resolve(recipe, overrides).config
     except UserError:  # it may be valid with swept values alone
         return 0
-    alike = [sum(_value(job.resolved.config, key) == _value(config, key) for key in job.choice) for job in jobs]
+    alike = [sum(job.resolved.config.setting(key) == config.setting(key) for key in job.choice) for job in jobs]
     return alike.index(max(alike))
-
-
-def _value(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
 
 
 @contextmanager
@@ -207,26 +202,31 @@ def _leave_interrupts_to_the_parent() -> None:
 
 def swept(job: SweepJob) -> SweptRun:
     """Simulate one run of a sweep -> its figures, and what a page draws of it."""
-    config, skip_steps = job.resolved.config, job.resolved.config.simulate.skip_steps
+    config = job.resolved.config
+    skip_steps = config.simulate.skip_steps
     with _named(job.choice):
-        events = run.replay(job.replayed, job.words) if job.replayed else run.simulate(config)
-        figures = summarise(events, skip_steps)
-    started = _started(events, run.whole_lengths(config, job.replayed), run.sizes(config).num_members)
-    true_length = fmean(started) if started else None
-    trained_length = figures["trained_length"]
-    of_run = {
-        "run_ahead": config.schedule.run_ahead,
-        "true_length": true_length,
-        "length_ratio": trained_length / true_length if trained_length is not None and true_length else None,
-        "why": run.bound(config).why,
-    }
+        events = simulation.replay(job.replayed, job.words) if job.replayed else simulation.simulate(config)
+        lines = timeline(events)
+        figures = summarise(lines, events, skip_steps)
+    started = _started(events, simulation.whole_lengths(config, job.replayed), program.sizes(config).num_members)
     seen = None
     if job.for_page:
         from headway.reports.simulation_pictures import see
 
-        seen = see(events, started, skip_steps, job.for_page, replayed=job.replayed is not None)
+        seen = see(lines, events, started, skip_steps, job.for_page, replayed=job.replayed is not None)
     kept = {name: value for name, value in figures.items() if name not in ("batches", "lags")}
-    return SweptRun(job.choice, {**kept, **of_run}, seen)
+    return SweptRun(job.choice, {**kept, **_more_figures(config, figures["trained_length"], started)}, seen)
+
+
+def _more_figures(config: Config, trained_length: float | None, started: Sequence[float]) -> dict[str, Any]:
+    """What a sweep says of a run beside `summarise`; see `SweptRun`."""
+    true_length = fmean(started) if started else None
+    return {
+        "run_ahead": config.schedule.run_ahead,
+        "true_length": true_length,
+        "length_ratio": trained_length / true_length if trained_length is not None and true_length else None,
+        "why": program.bound(config).why,
+    }
 
 
 def _started(events: Sequence[Event], lengths: Lengths, num_members: int) -> list[float]:

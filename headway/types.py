@@ -19,6 +19,15 @@ Outcome = Literal["scored", "grader_error", "grader_timeout", "lost"]
 """What became of a rollout. A wrong answer is `scored` with a low reward; the others have no reward. `lost`: the engine
 lost it again and again, and it was never scored."""
 
+Order = Literal["finished", "started", "window"]
+"""In which order groups are trained: first finished first, in order of start, or finished first among the oldest."""
+
+Straggler = Literal["drop", "interrupt", "restart"]
+"""What is done about groups that come to max_lag."""
+
+InFlight = Literal["keep", "recompute", "drain", "restart", "pinned"]
+"""What becomes of rollouts in flight when there are new weights."""
+
 
 class UserError(ValueError):
     """Something the user can mend. The message is one line: what was wrong, where, and the nearest valid choice."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from headway import config, run
+from headway import config, simulation
 from headway.cli import app
 
 REPOSITORY = Path(__file__).parent.parent
@@ -64,7 +64,8 @@ def workplace(folder: Path) -> Path:
     recorded.mkdir()
     resolved = config.resolve(None, ["--lanes=4", "--batch-size=4", "--steps=6", "--train-time=0.5", "--run-ahead=1"])
     (recorded / "config.toml").write_text(resolved.to_toml())
-    (recorded / "trace.jsonl").write_text("".join(event.to_json() + "\n" for event in run.simulate(resolved.config)))
+    events = simulation.simulate(resolved.config)
+    (recorded / "trace.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
     return folder
 
 

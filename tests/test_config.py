@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headway import cli, config, run
+from headway import cli, config, program
 from headway.config import KEYS, Config, choices, fields, resolve
 from headway.types import UserError
 
@@ -248,11 +248,14 @@ OUTLIVES = "iteration_tokens pauses rollouts until there are new weights, and in
         ("--stragglers drop,interrupt", "stragglers drop,interrupt acts at max_lag, which is not set"),
         (
             "--stragglers interrupt --max-lag 1 --max-restarts 2",
-            "max_restarts does nothing without stragglers restart",
+            "max_restarts does nothing without stragglers restart; leave it out, or say --max-restarts none",
         ),
         ("--order window", "order window needs window, a number of groups"),
-        ("--order started --window 3", "window does nothing with order started"),
-        ("--window 3", "window does nothing with order finished"),
+        (
+            "--order started --window 3",
+            "window does nothing with order started; leave it out, or say --window none",
+        ),
+        ("--window 3", "window does nothing with order finished; leave it out, or say --window none"),
         *(
             (
                 f"--in-flight drain --max-lag 1 --stragglers {word}",
@@ -267,8 +270,14 @@ OUTLIVES = "iteration_tokens pauses rollouts until there are new weights, and in
         ),
         ("--in-flight drain --iteration-tokens 9", OUTLIVES.format("drain") + "take in_flight keep or recompute"),
         ("--in-flight restart --iteration-tokens 9", OUTLIVES.format("restart") + "take in_flight keep or recompute"),
-        ("--surplus keep --group-size 2", "surplus does nothing without redundant rollouts"),
-        ("--surplus abort", "surplus does nothing without redundant rollouts"),
+        (
+            "--surplus keep --group-size 2",
+            "surplus does nothing without redundant rollouts; leave it out, or say --surplus none",
+        ),
+        (
+            "--surplus abort",
+            "surplus does nothing without redundant rollouts; leave it out, or say --surplus none",
+        ),
         (
             "--dynamic-sampling true",
             "dynamic_sampling compares the answers of a group that are trained, and group_size is 1",
@@ -277,7 +286,10 @@ OUTLIVES = "iteration_tokens pauses rollouts until there are new weights, and in
             "--dynamic-sampling true --redundant 3",
             "dynamic_sampling compares the answers of a group that are trained, and group_size is 1",
         ),
-        ("--group-size 2 --max-filtered 3", "max_filtered does nothing without dynamic_sampling"),
+        (
+            "--group-size 2 --max-filtered 3",
+            "max_filtered does nothing without dynamic_sampling; leave it out, or say --max-filtered none",
+        ),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused_with_its_reason(words, reason):
@@ -301,6 +313,24 @@ def test_a_schedule_that_makes_sense_is_taken(words):
     resolve(None, words.split())
 
 
+def test_none_takes_back_what_a_recipe_has_set(tmp_path):
+    """So a run that was recorded with a window can be replayed, or go on, in another order."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[schedule]\norder = "window"\nwindow = 9\nmax_lag = 2\n')
+    with pytest.raises(UserError, match=r"window does nothing with order started; .*say --window none"):
+        resolve(recipe, ["--order", "started"])
+    resolved = resolve(recipe, ["--order", "started", "--window", "none"])
+    assert (resolved.config.schedule.window, resolved.config.schedule.max_lag) == (None, 2)
+    assert resolved.origins["schedule.window"] == "command line"
+    assert "# window is not set (command line)" in resolved.to_toml()
+
+
+def test_none_is_a_word_like_others_where_it_may_be_one():
+    assert resolve(None, ["--run.out", "none"]).config.run.out == "none"
+    with pytest.raises(UserError, match=r"--run.steps = 'none': input should be a valid integer"):
+        resolve(None, ["--steps", "none"])
+
+
 @pytest.mark.parametrize(
     ("words", "bound"),
     [
@@ -314,7 +344,7 @@ def test_a_schedule_that_makes_sense_is_taken(words):
     ],
 )
 def test_a_configuration_has_the_bound_of_its_schedule(words, bound):
-    assert run.bound(resolve(None, words.split()).config).lag == bound
+    assert program.bound(resolve(None, words.split()).config).lag == bound
 
 
 # What depends on another key

@@ -16,7 +16,8 @@ HEAVY = {"torch", "numpy", "transformers", "ray", "vllm", "sglang", "pandas"}
 
 LIGHT_PACKAGES = ("schedule", "simulate", "reports")
 LIGHT = [
-    *("headway.cli", "headway.run", "headway.config", "headway.data", "headway.render", "headway.checkpoint"),
+    *("headway.cli", "headway.run", "headway.sweep", "headway.simulation", "headway.program"),
+    *("headway.config", "headway.data", "headway.render", "headway.checkpoint"),
     *("headway.stages", "headway.clock", "headway.trace", "headway.types", "headway.objectives.named"),
     *(
         f"headway.{package}.{module.name}"

@@ -20,6 +20,7 @@ from headway import clock, config, run
 from headway.in_process import InProcessStages, Parts, compose
 from headway.models.weights import fingerprint
 from headway.objectives.named import PRESETS
+from headway.program import drive, rules, sizes
 from headway.reports.folder import RunFolder
 from headway.trace import Event, Trace
 from headway.types import Prompt, Score
@@ -95,9 +96,8 @@ def play(tmp_path: Path, settings: config.Config) -> Played:
         folder = RunFolder(tmp_path / "run")
         async with parts.stages(folder) as stages:
             hashes = hashes_after_each_sync(stages, parts)
-            await run.drive(
-                settings, stages, run.sizes(settings), run.rules(settings), Trace(events.append), clock_name="wall"
-            )
+            trace = Trace(events.append)
+            await drive(settings, stages, sizes(settings), rules(settings), trace, clock_name="wall")
         folder.close()
         return hashes
 

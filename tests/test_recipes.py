@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headway import run
+from headway import run, simulation
 from headway.config import resolve
-from headway.reports.summary import summarise
+from tests.summaries import summary_of
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 
@@ -18,8 +18,8 @@ def test_there_are_recipes():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_recipe_simulates(recipe):
     config = resolve(recipe, ["--run.steps", "3", "--evaluate.size", "4"]).config
-    events = run.simulate(config)
-    figures = summarise(events)
+    events = simulation.simulate(config)
+    figures = summary_of(events)
     assert (events[-1].kind, events[-1]["reason"]) == ("ended", "steps done")
     assert len(figures["batches"]) == 3
     assert all(len(batch) == config.schedule.batch_size for batch in figures["batches"])

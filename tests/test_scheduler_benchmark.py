@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from benchmarks import scheduler
-from headway import clock, run
+from headway import clock
 from headway.config import resolve
+from headway.program import drive, rules, sizes
 from headway.simulate.doubles import Doubles, Times
 from headway.simulate.workload import make_lengths
 from headway.trace import Trace
@@ -56,9 +57,11 @@ def test_nothing_grows_with_the_rollouts_that_were_trained():
 
         async def program():
             config = resolve(None, ["--lanes=24", "--batch-size=16", f"--steps={steps}", *RULES_THAT_KEEP_MUCH]).config
-            settings, rules = run.sizes(config), run.rules(config, simulated=True)
+            settings = sizes(config)
             doubles = Doubles(make_lengths("exponential", 1.0, 0), Times(0.5), num_members=settings.num_members)
-            ledger = await run.drive(config, doubles, settings, rules, Trace(), clock_name="virtual")
+            ledger = await drive(
+                config, doubles, settings, rules(config, simulated=True), Trace(), clock_name="virtual"
+            )
             collections = [value for value in vars(ledger).values() if hasattr(value, "__len__")]
             heaps = [ledger.waiting._heap, asyncio.get_running_loop()._timers]
             return sum(map(len, [*collections, *heaps]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway import config, run
+from headway import config, simulation
 from headway.cli import app
 from headway.types import UserError
 
@@ -36,7 +36,8 @@ def recorded(tmp_path: Path) -> Path:
     folder.mkdir()
     resolved = config.resolve(None, [*HAND_SIZED, "--run-ahead", "0"])
     (folder / "config.toml").write_text(resolved.to_toml())
-    (folder / "trace.jsonl").write_text("".join(event.to_json() + "\n" for event in run.simulate(resolved.config)))
+    events = simulation.simulate(resolved.config)
+    (folder / "trace.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
     return folder
 
 
@@ -81,6 +82,8 @@ def test_with_json_standard_output_is_json_alone(tmp_path):
     [
         (["--sweep", "learning_rate=1,2"], "--train.learning_rate does nothing in headway simulate"),
         (["--sweep", "run_ahead=0..1", "--timeline"], "--timeline draws one run"),
+        (["--timeline", "--json"], "--timeline is no JSON"),
+        (["--page", "."], "--page . is a folder"),
         (["--page", "nowhere/page.html"], "--page nowhere/page.html: there is no folder nowhere"),
         (["--replay", "nowhere"], "there is no run to replay in nowhere: it holds no config.toml"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headway import config, run, sweep
-from headway.reports.summary import summarise
+from headway import config, simulation, sweep
 from headway.types import UserError
+from tests.summaries import summary_of
 
 HAND_SIZED = ("--lanes", "2", "--batch-size", "2", "--steps", "2", "--lengths", "1,3,1")
 
@@ -76,7 +76,7 @@ def test_several_sweeps_multiply_and_the_last_changes_first():
 def test_each_row_is_the_run_that_the_command_gives_by_itself():
     for row in simulated("run_ahead=0..2", "order=finished,started"):
         words = [f"--{key}={value}" for key, value in row.choice.items()]
-        alone = summarise(run.simulate(config.resolve(None, [*HAND_SIZED, *words]).config))
+        alone = summary_of(simulation.simulate(config.resolve(None, [*HAND_SIZED, *words]).config))
         assert {name: row.figures[name] for name in alone if name not in ("batches", "lags")} == {
             name: value for name, value in alone.items() if name not in ("batches", "lags")
         }
@@ -97,7 +97,7 @@ def test_the_true_length_is_of_what_was_started_however_often_and_however_it_end
     stopped = ("--max-lag", "1", "--stragglers", "interrupt")
     (row,) = simulated("run_ahead=4", overrides=(*words, *stopped))
     assert row.figures["true_length"] > row.figures["trained_length"]
-    events = run.simulate(config.resolve(None, [*words, *stopped, "--run-ahead", "4"]).config)
+    events = simulation.simulate(config.resolve(None, [*words, *stopped, "--run-ahead", "4"]).config)
     num_started = len({event["group"] for event in events if event.kind == "started"})
     assert row.figures["true_length"] == pytest.approx((2 + 9 * (num_started - 1)) / num_started)
 
@@ -125,7 +125,7 @@ def test_the_result_is_the_same_on_all_cores(monkeypatch):
 
 def test_an_error_in_another_process_is_the_users_error(monkeypatch):
     monkeypatch.setattr(sweep, "PARALLEL_FROM", 0)
-    with pytest.raises(UserError, match="at skip_steps 9: 9 train steps"):
+    with pytest.raises(UserError, match="at skip_steps 9: 9 skipped train steps"):
         simulated("skip_steps=0,9")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,9 +60,16 @@ class Episodes:
         try:
             sample = await self.engine.sample(flight.request)
         finally:
-            del self._flights[ticket.index]
+            asyncio.get_running_loop().call_soon(self._forget, ticket.index, flight)
         flight.rollout = rollout_of(flight.request.prompt, flight.epoch, flight.member, sample)
         return generated(flight.rollout)
+
+    def _forget(self, index: int, flight: Flight) -> None:
+        """One turn of the loop after its end: a checkpoint that begins in between finds it here, and not yet in its
+        ticket.
+        """
+        if self._flights[index] is flight:  # it has not gone on since
+            del self._flights[index]
 
     def stop(self, ticket: Ticket) -> None:
         """Ask the engine for what there is of a rollout in flight."""

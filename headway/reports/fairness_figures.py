@@ -19,6 +19,7 @@ from headway.reports.plots import (
     PURPLE,
     RED,
     Column,
+    binned,
     column,
     has,
     house_style,
@@ -123,15 +124,3 @@ def length_histogram(run: RunRecord) -> go.Figure | None:
     figure.update_xaxes(title={"text": f"length of the rollout ({_unit(run)})", "standoff": 8}, rangemode="tozero")
     figure.update_yaxes(title={"text": "rollouts"})
     return figure
-
-
-def binned(values: Sequence[float], width: float, num_bins: int) -> list[int]:
-    """How many values lie in [0, width), [width, 2 width) ...; the last bin takes whatever is beyond.
-
-    >>> binned([0, 1, 2, 5, 9], width=2, num_bins=3)
-    [2, 1, 2]
-    """
-    counts = [0] * num_bins
-    for value in values:
-        counts[min(int(value / width), num_bins - 1)] += 1
-    return counts

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,27 +144,11 @@ class _Reader:
         self._saved: dict[int, dict[Key, Life]] = {}
         self._checkpoint: dict[Key, Life] = {}
         self._step = 1
-        self._handlers: dict[str, Callable[[Event], None]] = {
-            "run": self._on_run,
-            "started": self._on_started,
-            "resumed": self._on_resumed,
-            "restored": self._on_restored,
-            "generated": self._on_generated,
-            "paused": self._on_paused,
-            "aborted": self._on_aborted,
-            "lost": self._on_lost,
-            "failed": self._on_released,
-            "dropped": self._on_released,
-            "filtered": self._on_released,
-            "taken": self._on_taken,
-            "trained": self._on_trained,
-            "saving": self._on_saving,
-        }
 
     def add(self, event: Event) -> None:
-        handler = self._handlers.get(event.kind)
-        if handler:
-            handler(event)
+        act = getattr(self, f"_on_{event.kind}", None)
+        if act:
+            act(event)
 
     def cut(self, at_s: float) -> None:
         """The process is gone: whoever held a lane held it until here."""
@@ -281,6 +265,8 @@ class _Reader:
     def _on_released(self, event: Event) -> None:
         fate: Fate = event.kind  # type: ignore[assignment]
         self._seal_all(self._of_group.pop(event["group"], ()), fate)
+
+    _on_failed = _on_dropped = _on_filtered = _on_released
 
     def _on_taken(self, event: Event) -> None:
         for number in event["rollouts"]:

@@ -16,7 +16,7 @@ from headway.reports.summary import Span, Timeline
 MAX_LANES = 32
 MAX_BARS = 4000
 STEPS_IN_VIEW = 6
-ABOVE_PX, BELOW_PX = 48, 118
+ABOVE_PX, BELOW_PX = 48, 136
 """Room for the buttons, and for axis and legends."""
 
 TRAINER, SYNC = "#27323d", "#e0a100"
@@ -303,7 +303,7 @@ def _legends(figure: go.Figure, plot_px: int) -> None:
     figure.update_layout(
         margin={"t": ABOVE_PX, "b": BELOW_PX},
         legend={**below, "y": -48 / plot_px, "title": {"text": "began with version  ", "font": {"size": 12}}},
-        legend2={**below, "y": -76 / plot_px},
+        legend2={**below, "y": -94 / plot_px},  # the first one may need two rows
     )
 
 
@@ -314,8 +314,8 @@ def add_view_buttons(figure: go.Figure, views: Sequence[View]) -> None:
             {
                 "type": "buttons",
                 "direction": "right",
-                "x": 1,
-                "xanchor": "right",
+                "x": 0,
+                "xanchor": "left",
                 "y": 1,
                 "yanchor": "bottom",
                 "pad": {"b": 6},
@@ -342,8 +342,9 @@ def views(lines: Timeline, windows: Sequence[Window]) -> list[View]:
     whole = [0.0, last.ended_s]
     if len(ends) <= STEPS_IN_VIEW:
         return [("whole run", whole)]
+    until_s = min(ends[STEPS_IN_VIEW - 1] * 1.02, first.ended_s)
     found = [
-        (f"first {STEPS_IN_VIEW} steps", [0.0, min(ends[STEPS_IN_VIEW - 1] * 1.02, first.ended_s)]),
+        (f"first {STEPS_IN_VIEW} steps", [_training_began_s(lines, until_s), until_s]),
         (f"last {STEPS_IN_VIEW} steps", [max(ends[-STEPS_IN_VIEW - 1], last.began_s), last.ended_s]),
     ]
     if len(windows) == 1:
@@ -352,6 +353,12 @@ def views(lines: Timeline, windows: Sequence[Window]) -> list[View]:
         found.append(("whole beginning", [0.0, first.ended_s]))
         found.append(("whole end", [last.began_s, last.ended_s]))
     return found
+
+
+def _training_began_s(lines: Timeline, until_s: float) -> float:
+    """When the first rollout started that is no evaluation answer: those before the first step may take long."""
+    began = (span.began_s for lane in lines.lanes for span in lane if not span.evaluation and span.began_s < until_s)
+    return min(began, default=0.0)
 
 
 def shown_note(run: RunRecord) -> str:

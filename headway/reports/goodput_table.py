@@ -6,19 +6,17 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from headway.reports.fates import FATES_IN_WORDS
 from headway.reports.wording import percent
 
+NOTES = {
+    "failed": "no score, or too few in the group",
+    "aborted": "redundant, or begun again",
+    "lost": "its tokens are not known",
+    "in_flight": "tokens of its last stretch are not known",
+}
 ROWS = {
-    "trained": "trained",
-    "dropped": "dropped: too old to be trained",
-    "filtered": "filtered out: all rewards of the group the same",
-    "failed": "failed: no score, or too few in the group",
-    "aborted": "aborted: redundant, or begun again",
-    "lost": "lost by the engine (its tokens are not known)",
-    "killed": "lost in a kill of the run",
-    "waiting": "whole at the end, not trained",
-    "in_flight": "in flight at the end (tokens of its last stretch are not known)",
-    "evaluation": "evaluation",
+    **{fate: words + (f" ({NOTES[fate]})" if fate in NOTES else "") for fate, words in FATES_IN_WORDS.items()},
     "idle": "lanes without a rollout",
 }
 """Class of `goodput.CLASSES` -> how a reader is told of it."""

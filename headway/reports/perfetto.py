@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.reports.fates import Life, Stretch, read_fates
+from headway.reports.fates import Life, Stretch
 from headway.reports.record import RunRecord, read_run
 from headway.reports.summary import Span
 from headway.trace import Event
@@ -45,20 +45,20 @@ def write_perfetto(run_folder: Path, path: Path) -> Path:
 
 def trace_events(run: RunRecord) -> list[TraceEvent]:
     """Names first, then everything in order of time."""
-    fates = read_fates(run.events)
+    lines = run.timeline
     timed = [
-        *(_stretch(stretch) for lane in fates.lanes for stretch in lane),
-        *(_step(span) for span in run.timeline.trainer),
-        *(_span(SYNC, 1, f"sync of version {span.version}", span) for span in run.timeline.syncs),
+        *(_stretch(stretch) for life in lines.lives for stretch in life.stretches),
+        *(_step(span) for span in lines.trainer),
+        *(_span(SYNC, 1, f"sync of version {span.version}", span) for span in lines.syncs),
         *_saves(run.events),
         *_evaluations(run.events),
         *_scores(run.events),
         *_moments(run.events),
         *_counters(run.events),
-        *_flows(fates.lives, run.timeline.trainer),
+        *_flows(lines.lives, lines.trainer),
     ]
     timed.sort(key=lambda event: event["ts"])
-    return [*_names(len(fates.lanes), timed), *timed]
+    return [*_names(len(lines.lanes), timed), *timed]
 
 
 def _us(at_s: float) -> int:

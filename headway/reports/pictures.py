@@ -164,9 +164,9 @@ def fairness() -> list[Picture]:
             "Mean length, trained against started",
             "Of the rollouts that each step took, and of all that were started since the step before and have ended, "
             "whatever became of them; points: those dropped, interrupted, filtered out or thrown away meanwhile. With "
-            "order finished the first batches hold the short ones, as the long ones are not done yet; these follow, "
-            "and in the long run every length is trained as often as it is started. Dropping the late ones, or ending "
-            "the run, makes the bias permanent. Below: the ratio of the means over all steps so far.",
+            "order finished the first batches hold short answers, as the long ones are not done yet; these follow "
+            "later. Dropping them, or ending the run, makes the bias permanent. Below: the ratio of the means over all "
+            "steps so far.",
             "the two curves meet after the first steps, and the ratio comes to 1; below 1 long answers are trained too "
             "rarely.",
             fairness_figures.trained_length,
@@ -174,8 +174,8 @@ def fairness() -> list[Picture]:
         Picture(
             "fates",
             "Lengths by what became of them",
-            "All rollouts that have ended, by their length. One that was thrown away, and that no other replaced, "
-            "counts with what it had come to.",
+            "All rollouts that have ended, by their length. One that was thrown away counts as far as it had come, "
+            "unless it began again.",
             "one colour over the whole range; another one at the long end means that long answers are left out.",
             fairness_figures.length_histogram,
         ),
@@ -190,8 +190,8 @@ def hardware(run: RunRecord) -> list[Picture]:
         "The same run, simulated from its trace",
         "The same schedule on virtual time: each rollout, score, train step, sync and checkpoint takes as long as it "
         "took in the run, and nothing else takes any.",
-        "like the picture above, and little shorter; then headway simulate --replay RUN tells what another schedule "
-        "would have given. What is missing is time that no stage accounts for.",
+        "like the picture above, and hardly shorter (what is missing is time that no stage accounts for); then "
+        "headway simulate --replay RUN tells what another schedule would have given.",
         simulated_timeline.figure,
     )
     return [

@@ -38,6 +38,18 @@ def rounded(value: float | None) -> float | None:
     return value if value is None else float(f"{value:.6g}")
 
 
+def binned(values: Sequence[float], width: float, num_bins: int) -> list[int]:
+    """How many values lie in [0, width), [width, 2 width) ...; the last bin takes whatever is beyond.
+
+    >>> binned([0, 1, 2, 5, 9], width=2, num_bins=3)
+    [2, 1, 2]
+    """
+    counts = [0] * num_bins
+    for value in values:
+        counts[min(int(value / width), num_bins - 1)] += 1
+    return counts
+
+
 def has(rows: Sequence[Row], *names: str) -> bool:
     return any(row.get(name) is not None for row in rows for name in names)
 

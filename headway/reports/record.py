@@ -94,7 +94,12 @@ class RunRecord:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """As `summary.summarise`."""
-        return summarise(self.events)
+        return summarise(self.timeline, self.events)
+
+    @cached_property
+    def simulated_timeline(self) -> Timeline:
+        """Of `simulated`, where it was."""
+        return timeline(self.simulated)
 
     @cached_property
     def observed_rewards(self) -> tuple[float, float] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headway.reports.record import RunRecord
-from headway.reports.summary import summarise, timeline
+from headway.reports.summary import summarise
 from headway.reports.wording import percent
 from headway.trace import Event
 
@@ -20,7 +20,7 @@ def figure(run: RunRecord) -> go.Figure | None:
 
     if not run.simulated:
         return None
-    measured, again = gantt.drawing(run.timeline), timeline(run.simulated)
+    measured, again = gantt.drawing(run.timeline), run.simulated_timeline
     ended_s = max(run.timeline.total_s, again.total_s)
     windows = [*measured.windows[:-1], gantt.Window(measured.windows[-1].began_s, ended_s)]
     shown = gantt.drawing_of(again, windows)
@@ -33,15 +33,15 @@ def comparison(run: RunRecord) -> str:
     """Measured against simulated, in a sentence; empty without a simulation."""
     if not run.simulated:
         return ""
-    again = summarise(run.simulated)
+    again = summarise(run.simulated_timeline, run.simulated)
     measured_s, again_s = _last_published_s(run.events), _last_published_s(run.simulated)
     shares = [
-        f"lanes {percent(figures['lane_utilization'])} and trainer {percent(figures['trainer_utilization'])} busy"
-        for figures in (run.figures, again)
+        f"lanes {percent(of_run['lane_utilization'])} and trainer {percent(of_run['trainer_utilization'])} busy"
+        for of_run in (run.figures, again)
     ]
     return (
         f"{len(again['batches'])} train steps took {measured_s:.4g} {run.unit} ({shares[0]}); simulated they take "
-        f"{again_s:.4g} {run.unit}, {again_s / measured_s:.2f} of that ({shares[1]})."
+        f"{again_s:.4g} {run.unit}, {percent(again_s / measured_s)} of that ({shares[1]})."
         + (" What was trained again after a resume is in the measured time alone." if run.timeline.resumed_s else "")
     )
 

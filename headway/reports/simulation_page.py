@@ -13,10 +13,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from headway.config import KEYS, Config, Resolved
+from headway.config import KEYS, Config, Resolved, last_word
 from headway.reports import simulation_pictures
 from headway.reports.document import document
-from headway.reports.simulation_pictures import Sweeping, numbers
+from headway.reports.simulation_pictures import SweptRuns, numbers
 from headway.reports.simulation_style import CSS, SCRIPT
 from headway.reports.sweep_table import COLUMNS, COLUMNS_SAID, SweptRun
 from headway.reports.wording import percent
@@ -24,7 +24,7 @@ from headway.reports.wording import percent
 MAX_RADIOS = 4
 """More choices than these are a list to choose from."""
 
-Draw = Callable[[Sweeping, SweptRun], go.Figure]
+Draw = Callable[[SweptRuns, SweptRun], go.Figure]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def page(runs: Sequence[SweptRun], chosen: int, resolved: Resolved, *, replayed:
 
     chosen: the run shown at first; resolved: its configuration; replayed: the run of which all are replays.
     """
-    sweep, run = Sweeping(list(runs)), runs[chosen]
+    sweep, run = SweptRuns(list(runs)), runs[chosen]
     curves, histograms, lanes, early = _over(sweep.axis_name), _histograms(), _lanes(run), _early()
     body = "\n".join(
         [
@@ -110,7 +110,7 @@ def page(runs: Sequence[SweptRun], chosen: int, resolved: Resolved, *, replayed:
     return document(_title(replayed), body, figures, SCRIPT, css=CSS, source=f"{len(sweep.runs)} simulated runs")
 
 
-def _shown(sweep: Sweeping, run: SweptRun, pictures: Sequence[Picture]) -> dict[str, Any]:
+def _shown(sweep: SweptRuns, run: SweptRun, pictures: Sequence[Picture]) -> dict[str, Any]:
     """All that changes with the choice."""
     return {
         "says": says(sweep, run),
@@ -122,10 +122,10 @@ def _shown(sweep: Sweeping, run: SweptRun, pictures: Sequence[Picture]) -> dict[
 # ---- in words
 
 
-def says(sweep: Sweeping, run: SweptRun) -> str:
+def says(sweep: SweptRuns, run: SweptRun) -> str:
     """The run in a sentence."""
     figures = run.figures
-    choice = ", ".join(f"{key.split('.')[1]} {value}" for key, value in run.choice.items())
+    choice = ", ".join(f"{last_word(key)} {value}" for key, value in run.choice.items())
     bound = figures["lag_bound"]
     proved = "there is no bound" if bound is None else f"never more than {bound}"
     return (
@@ -135,7 +135,7 @@ def says(sweep: Sweeping, run: SweptRun) -> str:
     )
 
 
-def _compared(sweep: Sweeping, run: SweptRun) -> str:
+def _compared(sweep: SweptRuns, run: SweptRun) -> str:
     """Its throughput beside that of the synchronous run, or of the first."""
     synchronous = [other for other in sweep.curves[sweep.others(run)] if other.figures["run_ahead"] == 0]
     base = synchronous[0] if synchronous else sweep.runs[0]
@@ -158,7 +158,7 @@ def _title(replayed: Path | None) -> str:
     return f"{replayed.resolve().name} under other schedules" if replayed else "Simulated schedules"
 
 
-def _header(sweep: Sweeping, resolved: Resolved, replayed: Path | None) -> str:
+def _header(sweep: SweptRuns, resolved: Resolved, replayed: Path | None) -> str:
     facts = _facts(sweep, resolved, replayed=replayed is not None)
     chips = "".join(f"<li>{html.escape(name)} <b>{html.escape(value)}</b></li>" for name, value in facts)
     what = "replays of one run, with the lengths and times of its trace" if replayed else "runs of one workload"
@@ -173,7 +173,7 @@ _OF_A_REPLAY = ("run.steps", "generate.lanes", "schedule.batch_size", "schedule.
 _OF_A_SIMULATION = (*_OF_A_REPLAY, "simulate.lengths", "simulate.mean_length", "simulate.train_time")
 
 
-def _facts(sweep: Sweeping, resolved: Resolved, *, replayed: bool) -> list[tuple[str, str]]:
+def _facts(sweep: SweptRuns, resolved: Resolved, *, replayed: bool) -> list[tuple[str, str]]:
     """The workload, and what was set of the schedule; not what is swept."""
     always = _OF_A_REPLAY if replayed else _OF_A_SIMULATION
     sections = ("schedule",) if replayed else ("schedule", "simulate", "evaluate")
@@ -196,16 +196,15 @@ def _name(key: str) -> str:
 
 
 def _value(config: Config, key: str) -> str:
-    section, name = key.split(".")
-    value = getattr(getattr(config, section), name)
+    value = config.setting(key)
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def _controls(sweep: Sweeping, run: SweptRun) -> str:
+def _controls(sweep: SweptRuns, run: SweptRun) -> str:
     controls = [
-        _control(number, key.split(".")[1], values, values.index(run.choice[key]))
+        _control(number, last_word(key), values, values.index(run.choice[key]))
         for number, (key, values) in enumerate(sweep.values.items())
     ]
     return f'<div class="controls" role="group" aria-label="choose a run">{"".join(controls)}</div>'
@@ -248,8 +247,8 @@ def _list(number: int, name: str, values: Sequence[str], chosen: int) -> str:
     )
 
 
-def _control_values(sweep: Sweeping) -> list[dict[str, Any]]:
-    return [{"name": key.split(".")[1], "values": list(values)} for key, values in sweep.values.items()]
+def _control_values(sweep: SweptRuns) -> list[dict[str, Any]]:
+    return [{"name": last_word(key), "values": list(values)} for key, values in sweep.values.items()]
 
 
 def _tiles(run: SweptRun) -> str:
@@ -276,8 +275,8 @@ def _figure(picture: Picture) -> str:
     )
 
 
-def _table(sweep: Sweeping, chosen: int) -> str:
-    titles = [*(key.split(".")[1] for key in sweep.values), *(column.title for column in COLUMNS)]
+def _table(sweep: SweptRuns, chosen: int) -> str:
+    titles = [*(last_word(key) for key in sweep.values), *(column.title for column in COLUMNS)]
     head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in titles)
     rows = "".join(_row(number, run, number == chosen) for number, run in enumerate(sweep.runs))
     return (

@@ -12,9 +12,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from headway.config import last_word
 from headway.reports import gantt, lengths
-from headway.reports.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, house_style, line_through, rounded
-from headway.reports.summary import kept_steps, timeline
+from headway.reports.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, binned, house_style, line_through, rounded
+from headway.reports.summary import Timeline, kept_steps
 from headway.reports.sweep_table import SweptRun
 from headway.trace import Event
 
@@ -52,12 +53,21 @@ class Seen:
     ends_s: list[float]
 
 
-def see(events: Sequence[Event], started: Sequence[float], skip_steps: int, num_runs: int, *, replayed: bool) -> Seen:
-    """skip_steps: first train steps that the histograms leave out, as the figures do; num_runs: on the page.
+def see(
+    lines: Timeline,
+    events: Sequence[Event],
+    started: Sequence[float],
+    skip_steps: int,
+    num_runs: int,
+    *,
+    replayed: bool,
+) -> Seen:
+    """What a page draws of a run, from its trace and its timeline.
 
-    started: as `Seen.started`; replayed: times are in seconds.
+    started: as `Seen.started`; skip_steps: first train steps that the histograms leave out, as the figures do;
+    num_runs: on the page; replayed: times are in seconds.
     """
-    lines, steps = timeline(events), kept_steps(events)
+    steps = kept_steps(events)
     max_bars = min(MAX_BARS_OF_ONE, MAX_BARS // num_runs)
     trained = lengths.trained(lines.lives, after_step=skip_steps)
     rows = lengths.cohorts(lines.lives)[:MAX_STEPS]
@@ -73,7 +83,7 @@ def see(events: Sequence[Event], started: Sequence[float], skip_steps: int, num_
 
 
 @dataclass(frozen=True)
-class Sweeping:
+class SweptRuns:
     """The runs of a sweep: all combinations of the swept values, those of the last key changing first."""
 
     runs: list[SweptRun]
@@ -93,7 +103,7 @@ class Sweeping:
 
     @property
     def axis_name(self) -> str:
-        return self.axis.split(".")[1]
+        return last_word(self.axis)
 
     def x(self, run: SweptRun) -> float | str:
         value = run.choice[self.axis]
@@ -144,18 +154,18 @@ def _quantile(counts: dict[int, int], share: float) -> int:
 # ---- over the swept key
 
 
-def throughput(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def throughput(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     per = "second" if run.seen.unit == "s" else "unit of time"
     figure = _curves(sweep, run, [("throughput", f"trained rollouts per {per}", BLUE)])
     return _over(figure, sweep, run)
 
 
-def lags(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def lags(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     shown = [("mean_lag", "mean over rollouts", BLUE), ("token_lag", "mean over tokens", ORANGE)]
     return _over(_curves(sweep, run, shown), sweep, run)
 
 
-def max_lag(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def max_lag(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     figure = _curves(sweep, run, [("max_lag", "largest", RED)])
     bounds = sweep.curves[sweep.others(run)]
     if any(other.figures["lag_bound"] is not None for other in bounds):
@@ -164,7 +174,7 @@ def max_lag(sweep: Sweeping, run: SweptRun) -> go.Figure:
     return _over(figure, sweep, run)
 
 
-def _curves(sweep: Sweeping, run: SweptRun, shown: Sequence[tuple[str, str, str]]) -> go.Figure:
+def _curves(sweep: SweptRuns, run: SweptRun, shown: Sequence[tuple[str, str, str]]) -> go.Figure:
     """The chosen run's curves, and thin ones of the runs beside it."""
     figure = go.Figure()
     others = [curve for key, curve in sweep.curves.items() if key != sweep.others(run)]
@@ -178,7 +188,7 @@ def _curves(sweep: Sweeping, run: SweptRun, shown: Sequence[tuple[str, str, str]
     return figure
 
 
-def _thin(sweep: Sweeping, curve: Sequence[SweptRun], name: str, *, first: bool) -> go.Scatter:
+def _thin(sweep: SweptRuns, curve: Sequence[SweptRun], name: str, *, first: bool) -> go.Scatter:
     return go.Scatter(
         x=[sweep.x(run) for run in curve],
         y=[rounded(run.figures[name]) for run in curve],
@@ -202,7 +212,7 @@ def _mark(x: float | str, y: float, color: str) -> go.Scatter:
     )
 
 
-def _over(figure: go.Figure, sweep: Sweeping, run: SweptRun) -> go.Figure:
+def _over(figure: go.Figure, sweep: SweptRuns, run: SweptRun) -> go.Figure:
     """The axis of the swept key."""
     house_style(figure, 270, margin={"l": 48, "r": 14, "t": 46, "b": 44}, hovermode="x", dragmode=False)
     figure.update_xaxes(title={"text": sweep.axis_name, "standoff": 8}, fixedrange=True)
@@ -218,7 +228,7 @@ def _over(figure: go.Figure, sweep: Sweeping, run: SweptRun) -> go.Figure:
 # ---- of one run
 
 
-def lanes(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def lanes(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     """With one legend, which may take as many lines as a narrow screen needs; panning survives another choice."""
     shown = run.seen.drawing
     figure = gantt.picture(shown, run.seen.unit)
@@ -231,7 +241,7 @@ def lanes(sweep: Sweeping, run: SweptRun) -> go.Figure:
     return figure
 
 
-def lag_histogram(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def lag_histogram(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     counts, last = run.seen.lags, sweep.last_lag
     total = sum(counts.values()) or 1
     shares = [counts.get(lag, 0) / total for lag in range(last)]
@@ -254,10 +264,10 @@ def lag_histogram(sweep: Sweeping, run: SweptRun) -> go.Figure:
     return figure
 
 
-def length_histogram(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def length_histogram(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     width = sweep.bin_width
     centres = [(number + 0.5) * width for number in range(NUM_BINS + 1)]
-    started, trained = (_binned(found, width) for found in (run.seen.started, run.seen.trained))
+    started, trained = (_shares(found, width) for found in (run.seen.started, run.seen.trained))
     figure = go.Figure()
     options: dict[str, Any] = {"x": [rounded(x) for x in centres], "hovertemplate": "%{y:.2%}"}
     figure.add_trace(go.Bar(y=started, name="as started", marker={"color": "#cfd8e1"}, width=width, **options))
@@ -269,10 +279,10 @@ def length_histogram(sweep: Sweeping, run: SweptRun) -> go.Figure:
     return figure
 
 
-def _binned(found: Sequence[float], width: float) -> list[float]:
+def _shares(found: Sequence[float], width: float) -> list[float]:
     """Share of the rollouts per bin; the last holds all beyond."""
-    counts = Counter(min(int(length / width), NUM_BINS) for length in found)
-    return [rounded(counts[number] / (len(found) or 1)) or 0.0 for number in range(NUM_BINS + 1)]
+    counts = binned(found, width, NUM_BINS + 1)
+    return [rounded(count / (len(found) or 1)) or 0.0 for count in counts]
 
 
 def _histogram_style(figure: go.Figure, title: str) -> None:
@@ -286,7 +296,7 @@ def _legend_line(name: str, color: str) -> go.Scatter:
     return go.Scatter(x=[None], y=[None], name=name, mode="lines", line={"color": color, "width": 2, "dash": "dash"})
 
 
-def step_lengths(sweep: Sweeping, run: SweptRun) -> go.Figure:
+def step_lengths(sweep: SweptRuns, run: SweptRun) -> go.Figure:
     """Of the early steps, beside the mean of what was started."""
     rows = run.seen.steps
     versions = list(range(1, len(rows) + 1))

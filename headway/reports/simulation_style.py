@@ -19,13 +19,11 @@ CSS = """
 select{font:inherit;padding:4px 8px;border:1px solid #b9c3cd;border-radius:8px;background:#fff;color:inherit}
 select:focus-visible,.slider input:focus-visible{outline:3px solid #e0a100;outline-offset:2px}
 .says{font-size:1.1rem;margin:10px 0 0;min-height:3.2em}
-.says b{font-weight:650}
 .tiles{grid-template-columns:repeat(5,1fr)}
 @media(max-width:700px){.tiles{grid-template-columns:repeat(2,1fr)}}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,310px),1fr));gap:0 22px}
 .grid figure{min-width:0}
 .grid.two{grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr))}
-.colours{display:inline-flex;flex-wrap:wrap;gap:2px 10px}
 .wide{max-height:560px;overflow:auto}
 .wide:focus-visible{outline:3px solid #e0a100}
 .numbers{margin:0}

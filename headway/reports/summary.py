@@ -183,11 +183,11 @@ def _rollout_span(stretch: Stretch) -> Span:
     )
 
 
-def summarise(events: Sequence[Event], warmup_steps: int = 0) -> dict[str, Any]:
-    """The figures of `headway simulate --json`.
+def summarise(lines: Timeline, events: Sequence[Event], skip_steps: int = 0) -> dict[str, Any]:
+    """The figures of `headway simulate --json`, of a trace and its timeline.
 
     total: when the run ended; measured_from: where the window begins that all other figures are of, [the end of train
-    step `warmup_steps`, the end of the run]; lane_utilization: busy lane time / (lanes x window); trainer_utilization:
+    step `skip_steps`, the end of the run]; lane_utilization: busy lane time / (lanes x window); trainer_utilization:
     train time / window; throughput: trained rollouts / window; mean_lag and max_lag over trained rollouts, token_lag
     over their tokens; over_run_ahead: the share of them whose lag is above run_ahead; lag_bound: what the schedule
     proves (None: no bound); trained_length and started_length: mean length of the trained rollouts, and of all that
@@ -195,12 +195,11 @@ def summarise(events: Sequence[Event], warmup_steps: int = 0) -> dict[str, Any]:
     indices per step, in the order in which they were taken; lags: per step, in that order.
 
     In a resumed run, steps that were trained again count once, and the time they took counts as busy time. Raises
-    UserError where the warm-up leaves no train step.
+    UserError where that leaves no train step.
     """
-    lines = timeline(events)
     steps = kept_steps(continuous(events))
-    window = Window(_end_of(steps, warmup_steps), lines.total_s)
-    taken = [step.taken for step in steps[warmup_steps:]]
+    window = Window(_end_of(steps, skip_steps), lines.total_s)
+    taken = [step.taken for step in steps[skip_steps:]]
     lags = [lag for event in taken for lag in event["lags"]]
     header = next(event for event in reversed(events) if event.kind == "run")
     run_ahead = header.fields.get("run_ahead", 0)
@@ -215,7 +214,7 @@ def summarise(events: Sequence[Event], warmup_steps: int = 0) -> dict[str, Any]:
         "token_lag": _token_lag(taken, lines.lives),
         "over_run_ahead": _share(sum(lag > run_ahead for lag in lags), len(lags)),
         "lag_bound": header.fields.get("lag_bound"),
-        "trained_length": lengths.mean(lengths.trained(lines.lives, after_step=warmup_steps)),
+        "trained_length": lengths.mean(lengths.trained(lines.lives, after_step=skip_steps)),
         "started_length": lengths.mean(lengths.started(lines.lives, after_s=window.began_s)),
         "goodput": goodput.figures(lines.lives, len(lines.lanes), began_s=window.began_s, ended_s=window.ended_s),
         "batches": [event["rollouts"] for event in taken],
@@ -240,14 +239,14 @@ class Window:
         return sum(span.ended_s - max(span.began_s, self.began_s) for span in spans)
 
 
-def _end_of(steps: Sequence[Step], warmup_steps: int) -> float:
-    if warmup_steps == 0:
+def _end_of(steps: Sequence[Step], skip_steps: int) -> float:
+    if skip_steps == 0:
         return 0.0
-    if warmup_steps >= len(steps):
+    if skip_steps >= len(steps):
         raise UserError(
-            f"{warmup_steps} train steps of warm-up leave nothing to measure of a run of {len(steps)}; take fewer"
+            f"{skip_steps} skipped train steps leave nothing to measure of a run of {len(steps)}; skip fewer"
         )
-    return steps[warmup_steps - 1].trained.at_s
+    return steps[skip_steps - 1].trained.at_s
 
 
 def _share(part: float, whole: float) -> float:

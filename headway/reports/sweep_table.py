@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headway.config import last_word
 from headway.reports.wording import percent
 
 
@@ -89,7 +90,7 @@ def show(runs: Sequence[SweptRun], stream: TextIO) -> None:
 def _table(runs: Sequence[SweptRun]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for key in runs[0].choice:
-        table.add_column(key.split(".")[1], justify="right", no_wrap=True, style="bold")
+        table.add_column(last_word(key), justify="right", no_wrap=True, style="bold")
     for column in COLUMNS:
         table.add_column(column.title.replace(" ", "\n"), justify="right", no_wrap=True, vertical="bottom")
     for run in runs:
@@ -99,7 +100,7 @@ def _table(runs: Sequence[SweptRun]) -> Table:
 
 def plain(runs: Sequence[SweptRun]) -> str:
     """Columns of words without spaces, named as in the JSON; what is not there is `none`."""
-    names = [key.split(".")[1] for key in runs[0].choice] + [column.name for column in COLUMNS]
+    names = [last_word(key) for key in runs[0].choice] + [column.name for column in COLUMNS]
     rows = [names, *([*run.choice.values(), *(_exact(run.figures[column.name]) for column in COLUMNS)] for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

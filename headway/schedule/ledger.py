@@ -13,109 +13,20 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from headway.schedule.groups import Evaluation, Fate, Group, RolloutTicket
 from headway.schedule.pass_rates import RIGHT, PassRates
 from headway.schedule.waiting import Waiting
 from headway.stages import Generated, Reference, Restored, Scored
 from headway.trace import Trace
-from headway.types import Outcome, Receipt, UserError
+from headway.types import Receipt, UserError
 
 _GENERATED, _LOST, _SCORED, _OVERDUE, _TRAINED, _PUBLISHED, _SAVED = range(7)
 
-Fate = Literal["interrupt", "pause", "discard"]
-"""What becomes of a rollout that is stopped: it is scored as it is, it goes on later, or it is thrown away."""
-
 Release = Literal["failed", "dropped", "filtered"]
 """Why a group gives its slots back without being trained; the kind of its event."""
-
-
-@dataclass(slots=True, eq=False)
-class RolloutTicket:
-    """One rollout's place in the schedule (the `Ticket` of `headway.stages`).
-
-    version: published when it was last handed to a lane; fate: what becomes of it once its stage has stopped it, and
-    why; discarded: its group wants it no more; lane_s: time it held lanes, up to its last pause.
-    """
-
-    index: int
-    group: int
-    member: int
-    lane: int
-    version: int
-    started_s: float
-    evaluation: bool = False
-    max_tokens: float | None = None
-    ref: Reference = None
-    receipt: Receipt | None = None
-    outcome: Outcome | None = None
-    reward: float | None = None
-    fate: Fate | None = None
-    why: str = ""
-    discarded: bool = False
-    resumed_s: float = 0.0
-    lane_s: float = 0.0
-
-    @property
-    def oldest_version(self) -> int:
-        """The version of the rollout's oldest token (of its start, while nothing is known of its tokens)."""
-        runs = self.receipt.version_runs if self.receipt else ()
-        return min((run.version for run in runs), default=self.version)
-
-    @property
-    def num_tokens(self) -> float:
-        return self.receipt.num_tokens if self.receipt else 0
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The rollouts of one prompt, alive from the start of its first member until it is taken or released.
-
-    order: its number in order of start; size: how many members are trained; members: the tickets of those that have
-    started; ready: it may be taken; urgent: one of its members was interrupted, so it is taken first; lost: how often
-    the engine has lost each member.
-    """
-
-    index: int
-    order: int
-    size: int
-    num_members: int
-    members: dict[int, RolloutTicket] = field(default_factory=dict)
-    num_finished: int = 0
-    ready: bool = False
-    urgent: bool = False
-    num_restarts: int = 0
-    lost: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def scored(self) -> list[RolloutTicket]:
-        """The members that are trained, in order."""
-        done = [ticket for ticket in self.members.values() if ticket.outcome == "scored"]
-        return sorted(done, key=lambda ticket: ticket.member)
-
-    @property
-    def prompt_uid(self) -> str | None:
-        receipts = [ticket.receipt for ticket in self.members.values() if ticket.receipt]
-        return receipts[0].prompt_uid if receipts else None
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """Held-out prompts answered greedily under one version; publishing waits until the last is scored.
-
-    waiting: prompts that still want a lane; lost: how often the engine has lost each answer.
-    """
-
-    version: int
-    size: int
-    waiting: list[int]
-    rewards: list[float | None] = field(default_factory=list)
-    lost: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.rewards) == self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +61,10 @@ class Settings:
     def num_members(self) -> int:
         """Rollouts that a group starts."""
         return self.group_size + self.redundant
+
+
+FAILED_GROUPS, FAILED_BATCHES = 100, 10
+"""The run stops when so many groups, and so many batches of them, have failed and none has come through meanwhile."""
 
 
 class BoundBroken(RuntimeError):
@@ -200,7 +115,7 @@ class Ledger:
         self.newly_ready: list[Group] = []
         self.overdue: list[RolloutTicket] = []
         self._stopped: list[RolloutTicket] = []
-        self._num_filtered = 0
+        self._num_filtered = self._num_failed = 0
         self._next_group = self._next_order = 0
         self._watermark = 0
         self._resolved_above: set[int] = set()
@@ -453,8 +368,10 @@ class Ledger:
             tokens=ticket.num_tokens,
             reason=ticket.why or "iteration_tokens",
         )
-        ticket.fate, ticket.why = None, ""
         self.paused[ticket.group, ticket.member] = ticket
+        if ticket.fate == "pause" and self.batch is None:  # the batch that it paused for was published meanwhile
+            self.waiting.add((ticket.group, ticket.member))
+        ticket.fate, ticket.why = None, ""
 
     def _lost(self, at_s: float, ticket: RolloutTicket, reason: str) -> None:
         """The engine has none of it any more: it begins again, or counts as finished without an outcome."""
@@ -526,6 +443,17 @@ class Ledger:
         else:
             num = len(group.scored)
             self._give_back(at_s, group, "failed", reason=f"{num} of its {group.num_members} rollouts were scored")
+            self._refuse_to_fail_for_ever(group)
+
+    def _refuse_to_fail_for_ever(self, group: Group) -> None:
+        """Data without an end would be used up by an engine or a grader that is broken for good."""
+        self._num_failed += 1
+        if self._num_failed >= max(FAILED_GROUPS, FAILED_BATCHES * self.settings.groups_per_batch):
+            outcomes = ", ".join(sorted({str(ticket.outcome) for ticket in group.members.values()}))
+            raise UserError(
+                f"{self._num_failed} groups in a row could not be trained, as too few of their rollouts were scored "
+                f"(of the last one: {outcomes}): look at the engine, the grader and schedule.deadline_s"
+            )
 
     def _complete(self, group: Group) -> bool:
         """Enough members are scored, or none is left that could be."""
@@ -535,6 +463,7 @@ class Ledger:
 
     def _make_ready(self, at_s: float, group: Group) -> None:
         group.ready = True
+        self._num_failed = 0
         insort(self.ready, (not group.urgent, at_s, group.index))
         insort(self.ready_orders, group.order)
         self.newly_ready.append(group)

@@ -7,7 +7,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from headway.clock import Bell
-from headway.schedule.ledger import Group, Ledger, RolloutTicket
+from headway.schedule.groups import Group, RolloutTicket
+from headway.schedule.ledger import Ledger
 from headway.schedule.policy import Rules
 from headway.stages import Generated, Lost, Reference, Stages
 

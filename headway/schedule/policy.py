@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Literal
 
-from headway.schedule.ledger import Group, Ledger, RolloutTicket
-
-Order = Literal["finished", "started", "window"]
-InFlight = Literal["keep", "recompute", "drain", "restart", "pinned"]
-Straggler = Literal["drop", "interrupt", "restart"]
+from headway.schedule.groups import Group, RolloutTicket
+from headway.schedule.ledger import Ledger
+from headway.types import InFlight, Order, Straggler
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from headway.simulate.faults import Scenario
-from headway.simulate.lives import Life, Outcome, Saved
+from headway.simulate.lives import History, Life, Saved
 from headway.trace import Event
 
 Runs = tuple[tuple[int, float], ...]
@@ -21,7 +21,10 @@ Runs = tuple[tuple[int, float], ...]
 _ALMOST = 1e-6
 """Lengths in units of 0.1 do not add up exactly."""
 
-MOST_PROBLEMS = 20
+_AT_REST = ("paused", "whole", "finished", "thrown away")
+"""States of an answer that holds no lane."""
+
+MAX_PROBLEMS = 20
 
 
 @dataclass(slots=True, eq=False)
@@ -76,35 +79,40 @@ class Lineage:
         return sum(fate != "trained" for fate in self.fates.values())
 
 
-def problems(scenario: Scenario, outcome: Outcome) -> list[str]:
+def problems(scenario: Scenario, history: History) -> list[str]:
     """All that the run did and must not, or did not and must; each says in which life and at which event."""
-    audit = _Audit(scenario, outcome)
-    for number, life in enumerate(outcome.lives):
-        audit.read(number, life)
-        if len(audit.found) >= MOST_PROBLEMS:
-            return audit.found[:MOST_PROBLEMS]
-    audit.sum_up()
-    return audit.found[:MOST_PROBLEMS]
+    audit = _read(scenario, history)
+    if len(audit.found) < MAX_PROBLEMS:
+        audit.sum_up()
+    return audit.found[:MAX_PROBLEMS]
 
 
-def kept_fates(scenario: Scenario, outcome: Outcome) -> dict[int, str]:
+def kept_fates(scenario: Scenario, history: History) -> dict[int, str]:
     """Group -> `trained`, `failed`, `dropped` or `filtered`, of all that the newest weights stem from."""
-    audit = _Audit(scenario, outcome)
-    for number, life in enumerate(outcome.lives):
-        audit.read(number, life)
-    return audit.lineage.fates
+    return _read(scenario, history).lineage.fates
+
+
+def _read(scenario: Scenario, history: History) -> _Audit:
+    """All lives, or those up to the one in which MAX_PROBLEMS are found."""
+    audit = _Audit(scenario, history)
+    for number, life in enumerate(history.lives):
+        if len(audit.found) < MAX_PROBLEMS:
+            audit.read(number, life)
+    return audit
 
 
 class _Audit:
-    def __init__(self, scenario: Scenario, outcome: Outcome) -> None:
-        self.scenario, self.outcome = scenario, outcome
+    """The account as far as it has been read. found: what was wrong, in words."""
+
+    def __init__(self, scenario: Scenario, history: History) -> None:
+        self.scenario, self.history = scenario, history
         self.schedule = scenario.config.schedule
         self.size = scenario.groups_per_batch
         self.ahead = math.floor(round(self.schedule.run_ahead * self.size, 6))
         self.found: list[str] = []
         self.lineage = Lineage()
         self.saved: dict[tuple[int, int], Lineage] = {}
-        self._whole = {(saved.life, saved.num_events) for saved in outcome.disk}
+        self._whole = {(saved.life, saved.num_events) for saved in history.disk}
         self._where = ""
 
     def wrong(self, what: str) -> None:
@@ -129,7 +137,7 @@ class _Audit:
             getattr(self, f"_on_{event.kind}")(event)
             if (number, position) in self._whole:
                 self.saved[number, position] = copy.deepcopy(self.lineage)
-            if len(self.found) >= MOST_PROBLEMS:
+            if len(self.found) >= MAX_PROBLEMS:
                 return
         self._end_of_life(number, life)
 
@@ -156,11 +164,8 @@ class _Audit:
     def _not_kept(self, answer: Answer) -> None:
         """A rollout in a lane may have had no token yet; one that is read late may have been lost meanwhile."""
         kinds = {fault.kind for fault in self.scenario.faults}
-        if (
-            answer.doomed
-            or answer.outcome == "lost"
-            or (self.scenario.reads_late and kinds & {"engine crash", "lost rollout"})
-        ):
+        lost_meanwhile = self.scenario.reads_late and kinds & {"engine crash", "lost rollout"}
+        if answer.doomed or answer.outcome == "lost" or lost_meanwhile:
             return
         hangs = "hung rollout" in kinds
         sampled = answer.state == "in lane" and answer.since_s < self.lineage.saved_s
@@ -241,12 +246,8 @@ class _Audit:
         if answer is None or answer.state != "paused":
             self.wrong(f"rollout {event['rollout']} goes on, and had not paused")
             return
-        answer.state, answer.version, answer.since_s, answer.began = (
-            "in lane",
-            event["version"],
-            event.at_s,
-            answer.tokens,
-        )
+        answer.state, answer.began = "in lane", answer.tokens
+        answer.version, answer.since_s = event["version"], event.at_s
 
     def _hold_lane(self, event: Event) -> None:
         lane = event["lane"]
@@ -283,9 +284,8 @@ class _Audit:
             self.wrong(f"{_name(answer)} has {answer.tokens:g} tokens of {whole:g}")
         if event["finish"] == "interrupted" and event.fields.get("why") not in ("max_lag", "deadline"):
             self.wrong(f"{_name(answer)} was interrupted without a reason")
-        early = any(
-            fault.kind in ("lost sync", "silent engine") for fault in self.scenario.faults
-        )  # weights arrive, their word does not
+        kinds = {fault.kind for fault in self.scenario.faults}
+        early = kinds & {"lost sync", "silent engine"}  # weights arrive, their word does not
         if self.schedule.in_flight == "restart" and sum(num > _ALMOST for _, num in runs) > 1 and not early:
             self.wrong(f"{_name(answer)} outlived new weights: {runs}")
 
@@ -529,11 +529,11 @@ class _Audit:
     def _order_is_right(self, groups: list[int]) -> None:
         if self.schedule.order == "finished":
             return
-        window = self.schedule.window if self.schedule.order == "window" else 1
+        window = self.schedule.window or 1  # that of one group is the order of start
         waiting = sorted(self.lineage.opened[group] for group in self.lineage.answers)
-        chosen = sorted(self.lineage.opened[group] for group in groups) if window == 1 else None
-        for order in chosen or [self.lineage.opened[group] for group in groups]:
-            if order >= waiting[0] + (window or 1) and len(groups) == self.size:
+        orders = [self.lineage.opened[group] for group in groups]
+        for order in sorted(orders) if window == 1 else orders:
+            if order >= waiting[0] + window and len(groups) == self.size:
                 self.wrong(f"start number {order} is trained while {waiting[0]} waits, and the window is {window}")
             waiting.remove(order)
 
@@ -618,14 +618,14 @@ class _Audit:
 
     def sum_up(self) -> None:
         self._where = "in all"
-        line, last = self.lineage, self.outcome.lives[-1]
+        line, last = self.lineage, self.history.lives[-1]
         if last.error or not self.ended:
             return
         if self.scenario.drains:
             self._nothing_is_left()
         elif line.trained < self.scenario.config.run.steps and line.answers:
             self.wrong(f"{line.trained} steps were trained of {self.scenario.config.run.steps}")
-        if line.trained and (not self.outcome.disk or self.outcome.disk[-1].progress["version"] != line.trained):
+        if line.trained and (not self.history.disk or self.history.disk[-1].progress["version"] != line.trained):
             self.wrong(f"version {line.trained} is the last one, and is in no checkpoint")
         if self.scenario.config.evaluate.size and line.published not in line.evaluated:
             self.wrong(f"version {line.published} is the last one, and was not evaluated")
@@ -639,9 +639,6 @@ class _Audit:
             for group, fate in line.fates.items():
                 if fate != (due := _due_fate(self.scenario, group)):
                     self.wrong(f"group {group} is {fate}, and without faults it is {due}")
-
-
-_AT_REST = ("paused", "whole", "finished", "thrown away")
 
 
 def _name(answer: Answer) -> str:

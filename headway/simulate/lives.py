@@ -17,10 +17,9 @@ from headway.simulate.engines import ConstantRate
 from headway.simulate.faults import Death, Disturbance, Fault, Scenario
 from headway.stages import Generated, Lost, Reference, Restored, Scored, Stages, Ticket, Trained
 from headway.trace import Event, Trace
-from headway.types import Outcome as RolloutOutcome
-from headway.types import Receipt, VersionRun
+from headway.types import Outcome, Receipt, VersionRun
 
-MOST_EVENTS = 20_000
+MAX_EVENTS = 20_000
 """A life with more of them goes round in circles: scenarios are small."""
 
 
@@ -59,7 +58,7 @@ class Life:
 
 
 @dataclass
-class Outcome:
+class History:
     """All lives of a run, and every checkpoint that became whole, oldest first."""
 
     lives: list[Life] = field(default_factory=list)
@@ -99,23 +98,23 @@ class DiskFull(Died, OSError):
     """What a write to a full disk raises."""
 
 
-def play(scenario: Scenario, live: Live) -> Outcome:
+def play(scenario: Scenario, live: Live) -> History:
     """Every life of the scenario's run, until one comes to its end, or breaks in a way that no fault explains."""
-    outcome = Outcome()
+    history = History()
     while True:
-        newest = outcome.disk[-1] if outcome.disk else None
+        newest = history.disk[-1] if history.disk else None
         life = Life(began_from=newest)
-        outcome.lives.append(life)
-        _play_life(scenario, live, outcome, life)
+        history.lives.append(life)
+        _play_life(scenario, live, history, life)
         if life.died_of is None:
-            return outcome
+            return history
 
 
-def _play_life(scenario: Scenario, live: Live, outcome: Outcome, life: Life) -> None:
-    number = len(outcome.lives) - 1
+def _play_life(scenario: Scenario, live: Live, history: History, life: Life) -> None:
+    number = len(history.lives) - 1
 
     async def program() -> None:
-        stages = FaultyDoubles(scenario, number, life, outcome.disk)
+        stages = FaultyDoubles(scenario, number, life, history.disk)
         trace = Trace(life.events.append, _Killer(scenario.of("kill", number), life))
         saved = life.began_from
         progress, restored = (saved.progress, saved.restored) if saved else (None, ())
@@ -143,8 +142,8 @@ class _Killer:
         num_events = len(self._life.events)
         if num_events in self._kills:
             raise Died(self._kills[num_events])
-        if num_events >= MOST_EVENTS:
-            raise RuntimeError(f"{MOST_EVENTS} events, and no end in sight")
+        if num_events >= MAX_EVENTS:
+            raise RuntimeError(f"{MAX_EVENTS} events, and no end in sight")
 
 
 class CrashingEngine(ConstantRate):
@@ -238,7 +237,7 @@ class FaultyDoubles(Doubles):
         scored = await super().score(ticket, rollout)
         return Scored(rollout, "grader_timeout", None) if failing else scored
 
-    def grade(self, ticket: Ticket) -> tuple[RolloutOutcome, float | None]:
+    def grade(self, ticket: Ticket) -> tuple[Outcome, float | None]:
         reward = 0.0 if ticket.evaluation else self._scenario.reward(ticket.group, ticket.member)
         return "grader_error" if reward is None else "scored", reward
 

@@ -8,7 +8,7 @@ never started is as one that did, member by member, so that answers to one promp
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -193,29 +193,13 @@ class _Recorder:
         self._held_when_saved_s: dict[int, dict[Key, float]] = {}
         self._began_s: dict[str, float] = {}
 
-        self._handlers: dict[str, Callable[[Event], object]] = {
-            "run": self._run,
-            "started": self._started,
-            "resumed": self._opened,
-            "generated": self._generated,
-            "paused": self._paused,
-            "aborted": self._aborted,
-            "lost": self._lost,
-            "scored": self._scored,
-            "taken": self._taken,
-            "trained": self._trained,
-            "publishing": self._publishing,
-            "published": self._published,
-            "saving": self._saving,
-            "saved": self._saved,
-        }
-
     def add(self, event: Event) -> None:
         if event.kind == "run":
             self.cut()
         self._now_s = event.at_s
-        if handler := self._handlers.get(event.kind):
-            handler(event)
+        act = getattr(self, f"_on_{event.kind}", None)
+        if act:
+            act(event)
 
     def cut(self) -> None:
         """The process is gone: whatever was in a lane was at least this long."""
@@ -224,7 +208,7 @@ class _Recorder:
         self._scoring.clear()
         self._began_s.clear()
 
-    def _run(self, event: Event) -> None:
+    def _on_run(self, event: Event) -> None:
         """A resume goes on from a checkpoint: rollouts of then have held lanes as long as they had then."""
         version = event.fields.get("version", 0)
         self._held_s = self._held_when_saved_s.get(version, {}).copy()
@@ -235,7 +219,7 @@ class _Recorder:
 
     # ---- lanes
 
-    def _started(self, event: Event) -> None:
+    def _on_started(self, event: Event) -> None:
         opened = self._opened(event)
         if opened.stays is self.recording.rollouts:
             self._held_s.pop(opened.key, None)
@@ -246,6 +230,8 @@ class _Recorder:
         key = (event["version"], event["group"]) if evaluation else (event["group"], event["member"])
         opened = self._in_lanes[event["rollout"]] = _Opened(stays, key, event.at_s)
         return opened
+
+    _on_resumed = _opened
 
     def _left_lane(self, rollout: int) -> _Opened:
         """-> what it was. It was at least as long as it has held lanes by now."""
@@ -259,46 +245,46 @@ class _Recorder:
         before_s = self._held_s.get(opened.key, 0.0) if opened.stays is self.recording.rollouts else 0.0
         return before_s + self._now_s - opened.at_s
 
-    def _paused(self, event: Event) -> None:
+    def _on_paused(self, event: Event) -> None:
         opened = self._left_lane(event["rollout"])
         self._held_s[opened.key] = self._lane_s(opened)
 
-    def _generated(self, event: Event) -> None:
+    def _on_generated(self, event: Event) -> None:
         opened = self._left_lane(event["rollout"])
         self._scoring[event["rollout"]] = _Opened(opened.stays, opened.key, event.at_s)
         stay = Stay(event["tokens"], self._lane_s(opened))
         if event["finish"] != "interrupted" and min(stay.tokens, stay.lane_s) > 0:
             opened.stays.whole[opened.key] = stay
 
-    def _aborted(self, event: Event) -> None:
+    def _on_aborted(self, event: Event) -> None:
         if event["lane"] is not None:
             self._left_lane(event["rollout"])
 
-    def _lost(self, event: Event) -> None:
+    def _on_lost(self, event: Event) -> None:
         """How long its engine took to lose it says nothing of its length."""
         opened = self._in_lanes.pop(event["rollout"])
         opened.stays.at_least.setdefault(opened.key, 0.0)
 
-    def _scored(self, event: Event) -> None:
+    def _on_scored(self, event: Event) -> None:
         if opened := self._scoring.pop(event["rollout"], None):
             graded = Graded(event.at_s - opened.at_s, event["outcome"], event["reward"])
             opened.stays.graded[opened.key] = graded
 
     # ---- the trainer
 
-    def _taken(self, event: Event) -> None:
+    def _on_taken(self, event: Event) -> None:
         self._began_s["train"] = event.at_s
 
-    def _trained(self, event: Event) -> None:
+    def _on_trained(self, event: Event) -> None:
         self.recording.train.seen_s[event["version"] - 1] = event.at_s - self._began_s.pop("train")
 
-    def _publishing(self, event: Event) -> None:
+    def _on_publishing(self, event: Event) -> None:
         self._began_s["sync"] = event.at_s
 
-    def _published(self, event: Event) -> None:
+    def _on_published(self, event: Event) -> None:
         self.recording.sync.seen_s[event["version"]] = event.at_s - self._began_s.pop("sync")
 
-    def _saving(self, event: Event) -> None:
+    def _on_saving(self, event: Event) -> None:
         self._began_s["save"] = event.at_s
         in_lanes = {
             opened.key: self._lane_s(opened)
@@ -307,5 +293,5 @@ class _Recorder:
         }
         self._held_when_saved_s[event["version"]] = {**self._held_s, **in_lanes}
 
-    def _saved(self, event: Event) -> None:
+    def _on_saved(self, event: Event) -> None:
         self.recording.save.seen_s[event["version"]] = event.at_s - self._began_s.pop("save")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.simulate.audit import kept_fates, problems
 from headway.simulate.faults import DEATHS, DISTURBANCES, Scenario, scenario
-from headway.simulate.lives import Life, Live, Outcome, play
+from headway.simulate.lives import History, Life, Live, play
 from headway.types import UserError
 
 
@@ -17,7 +17,7 @@ class Trial:
     """A scenario, how it was played, and what was wrong with that: nothing, or so many sentences."""
 
     scenario: Scenario
-    outcome: Outcome
+    history: History
     problems: list[str]
 
     @property
@@ -27,9 +27,9 @@ class Trial:
 
     def __str__(self) -> str:
         """The scenario, its lives and what came of it, in lines."""
-        fates = Counter(kept_fates(self.scenario, self.outcome).values())
+        fates = Counter(kept_fates(self.scenario, self.history).values())
         came_of_it = ", ".join(f"{num} {fate}" for fate, num in sorted(fates.items())) or "nothing was trained"
-        lives = [f"  life {number}: {_told(life)}" for number, life in enumerate(self.outcome.lives)]
+        lives = [f"  life {number}: {_told(life)}" for number, life in enumerate(self.history.lives)]
         wrong = [f"  WRONG: {problem}" for problem in self.problems] or ["  every rule held"]
         return "\n".join([str(self.scenario), *lives, f"  groups: {came_of_it}", *wrong])
 
@@ -54,7 +54,7 @@ class Tally:
     struck: Counter[str] = field(default_factory=Counter)
 
     def count(self, trial: Trial) -> None:
-        lives = trial.outcome.lives
+        lives = trial.history.lives
         self.num += 1
         self.num_lives += len(lives)
         self.num_events += sum(len(life.events) for life in lives)
@@ -82,8 +82,8 @@ def trials(seeds: Iterable[int], live: Live) -> Iterator[Trial]:
     """Each seed, played and audited."""
     for seed in seeds:
         drawn = scenario(seed)
-        outcome = play(drawn, live)
-        yield Trial(drawn, outcome, problems(drawn, outcome))
+        history = play(drawn, live)
+        yield Trial(drawn, history, problems(drawn, history))
 
 
 def parse_seeds(spec: str) -> range:

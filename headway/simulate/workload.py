@@ -46,13 +46,19 @@ def _lognormal(sigma: float, mean: float, seed: int) -> Lengths:
     return lambda identity: math.exp(mu + sigma * quantile(draw(identity)))
 
 
+WIDEST = 10.0
+"""Largest sigma: a wider one has lengths that are 0 in a float."""
+
+
 def _sigma(parameter: str) -> float:
     try:
         sigma = float(parameter)
     except ValueError:
         sigma = math.nan
-    if not 0 < sigma < math.inf:
-        raise UserError(f"simulate.lengths: lognormal:{parameter} needs a positive number after the colon")
+    if not 0 < sigma <= WIDEST:
+        raise UserError(
+            f"simulate.lengths: lognormal:{parameter} needs a number above 0 and at most {WIDEST:g} after the colon"
+        )
     return sigma
 
 

@@ -257,3 +257,24 @@ def test_a_rollout_that_is_given_up_is_not_in_flight_any_more():
         return engine.interrupted, await episodes.look_at(Ticket(0))
 
     assert asyncio.run(program()) == ([], None)
+
+
+async def look_at(episodes: Episodes, ticket: Ticket) -> Rollout | None:
+    return await episodes.look_at(ticket)
+
+
+def test_a_look_finds_a_rollout_that_has_ended_and_that_nobody_was_told_of_yet():
+    """A checkpoint may begin in the turn of the loop in which a rollout ends; its ticket has it a turn later."""
+
+    async def program():
+        engine = FlyingEngine()
+        episodes = episodes_of(engine)
+        ticket = Ticket(0)
+        flight = asyncio.create_task(episodes.generate(ticket))
+        await asyncio.sleep(0)
+        engine.land.set()
+        look = asyncio.create_task(look_at(episodes, ticket))  # in the same turn, after its end
+        return (await flight).ref, await look
+
+    ended, seen = asyncio.run(program())
+    assert seen is ended

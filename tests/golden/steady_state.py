@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from headway.config import resolve
-from headway.run import simulate
+from headway.simulation import simulate
 from headway.trace import Event
 
 SEEDS = range(5)

@@ -112,9 +112,8 @@ def test_the_lines_for_people():
 
 
 def test_the_timeline_comes_before_the_figures():
-    lines = headway(f"simulate {HAND_SIZED} --timeline --json").splitlines()
-    assert len(lines) == 4
-    assert json.loads(lines[3])["total"] == 4.0
+    lines = headway(f"simulate {HAND_SIZED} --timeline").splitlines()
+    assert lines[3].startswith("total 4 ")
 
 
 # More cases, each: words, then per run_ahead: total, lane and trainer utilisation, mean and max lag, batches, lags

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway import config, run
+from headway import config, simulation
 from headway.trace import Event
 
 HAND_SIZED = ("--lanes", "2", "--batch-size", "2", "--steps", "2", "--run-ahead", "1", "--lengths", "1,3,1")
@@ -49,7 +49,7 @@ def simulated() -> Callable[..., list[Event]]:
     """Override words -> the trace of a simulated run; without words, of the hand-sized example."""
 
     def simulate(*words: str) -> list[Event]:
-        return run.simulate(config.resolve(None, words or HAND_SIZED).config)
+        return simulation.simulate(config.resolve(None, words or HAND_SIZED).config)
 
     return simulate
 

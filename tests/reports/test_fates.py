@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from headway import run
+from headway import simulation
 from headway.reports.fates import read_fates
 from headway.reports.goodput import account
 from headway.reports.summary import continuous, kept_steps, timeline
@@ -125,7 +125,7 @@ def test_whatever_goes_wrong_every_trained_rollout_is_told_and_every_second_has_
     """Kills, crashes, lost rollouts, every policy: each seed is a run with all of its resumes."""
     fates = Counter[str]()
     for seed in range(150):
-        events = [event for life in run.play(scenario(seed)).lives for event in life.events]
+        events = [event for life in simulation.play(scenario(seed)).lives for event in life.events]
         lines = timeline(events)
         found = account(lines.lives, len(lines.lanes), began_s=0.0, ended_s=lines.total_s)
         fates.update({name: amount.rollouts for name, amount in found.classes.items()})

@@ -68,6 +68,14 @@ def test_buttons_show_beginning_end_and_whole() -> None:
     ]
 
 
+def test_the_first_steps_are_shown_from_their_first_rollout_on() -> None:
+    """The evaluation before them took 5; a long one leaves no bar of theirs in the beginning that is drawn."""
+    syncs = [Span(f"v{n}", 10.0 * n, 10.0 * n + 1, n) for n in range(1, 8)]
+    lines = Timeline([[Span("e0", 0.0, 5.0, 0, evaluation=True), Span("r0", 5.0, 9.0, 0)]], [], 80.0, syncs)
+    assert gantt.views(lines, [gantt.Window(0.0, 80.0)])[0] == ("first 6 steps", [5.0, 61 * 1.02])
+    assert gantt.views(lines, [gantt.Window(0.0, 4.0), gantt.Window(70.0, 80.0)])[0][1] == [0.0, 4.0]
+
+
 def test_stretches_are_marked_by_what_became_of_them(simulated, write_run) -> None:
     words = "--lanes 2 --batch-size 2 --steps 3 --run-ahead 1 --lengths 1,9,1 --iteration-tokens 2"
     figure = gantt.gantt(read_run(write_run(simulated(*words.split()))))

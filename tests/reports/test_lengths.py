@@ -7,8 +7,9 @@ import pytest
 from headway.reports import fairness_figures, lengths
 from headway.reports.metrics import StepMetrics
 from headway.reports.record import read_run
-from headway.reports.summary import summarise, timeline
+from headway.reports.summary import timeline
 from headway.trace import Event
+from tests.summaries import summary_of
 
 LONG_RUN = "--lengths exponential --lanes 16 --batch-size 16 --train-time 0.5 --run-ahead 1 --seed 3"
 
@@ -50,7 +51,7 @@ def test_a_rollout_that_begins_again_counts_once_among_the_started(simulated) ->
     words = "--lanes 2 --batch-size 2 --steps 3 --run-ahead 1 --lengths 4 --max-lag 1 --stragglers restart"
     events = simulated(*words.split())
     assert any(event.kind == "aborted" for event in events)
-    assert summarise(events)["started_length"] == 4.0
+    assert summary_of(events)["started_length"] == 4.0
 
 
 def test_the_first_batches_of_order_finished_hold_the_short_ones(simulated) -> None:
@@ -69,7 +70,7 @@ def test_order_started_has_no_bias(simulated) -> None:
 def test_dropping_makes_the_bias_permanent(simulated) -> None:
     """At N = B and max_lag 1 the trained ones come to two thirds of the true mean, those dropped to thrice of it."""
     words = "--lengths exponential --lanes 64 --batch-size 64 --train-time 0.5 --run-ahead 1 --steps 120"
-    figures = summarise(simulated(*words.split(), "--max-lag", "1", "--stragglers", "drop"), warmup_steps=20)
+    figures = summary_of(simulated(*words.split(), "--max-lag", "1", "--stragglers", "drop"), skip_steps=20)
     dropped = figures["goodput"]["classes"]["dropped"]
     assert figures["trained_length"] / figures["started_length"] == pytest.approx(0.65, abs=0.02)
     assert dropped["tokens"] / dropped["rollouts"] == pytest.approx(2.72, abs=0.15)

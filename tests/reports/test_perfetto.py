@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
-from headway import run
+from headway import simulation
 from headway.cli import app
 from headway.reports.perfetto import GENERATE, SCORE, STEPS, SYNC, TRAIN, trace_events, write_perfetto
 from headway.reports.record import read_run
-from headway.reports.summary import summarise
 from headway.simulate.faults import scenario
+from tests.summaries import summary_of
 
 REQUIRED = {
     "X": {"name", "ts", "dur", "pid", "tid", "args"},
@@ -71,12 +71,12 @@ def test_every_policy_s_trace_is_valid(hard_times, write_run) -> None:
     events = _exported(write_run(hard_times))
     _valid(events)
     arrows = sum(event["ph"] == "s" for event in events)
-    assert arrows == sum(map(len, summarise(hard_times)["lags"]))
+    assert arrows == sum(map(len, summary_of(hard_times)["lags"]))
 
 
 def test_traces_of_killed_and_resumed_runs_are_valid(write_run) -> None:
     for seed in range(25):
-        events = [event for life in run.play(scenario(seed)).lives for event in life.events]
+        events = [event for life in simulation.play(scenario(seed)).lives for event in life.events]
         _valid(_exported(write_run(events, name=f"run-{seed}")))
 
 

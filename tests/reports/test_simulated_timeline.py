@@ -29,7 +29,7 @@ def test_a_report_shows_the_run_again_below_itself(simulated, write_run):
     assert document.index('id="figure-timeline"') < document.index('id="figure-simulated"')
     total = read_run(folder).figures["total"]
     assert f"30 train steps took {total:.4g} units" in document
-    assert f"simulated they take {total:.4g} units, 1.00 of that" in document
+    assert f"simulated they take {total:.4g} units, 100.0 % of that" in document
 
 
 def test_both_pictures_show_the_same_stretches_of_time(simulated, write_run, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from headway import config, sweep
 from headway.reports import gantt, simulation_page, simulation_pictures
-from headway.reports.simulation_pictures import Sweeping
+from headway.reports.simulation_pictures import SweptRuns
 from headway.reports.simulation_style import SCRIPT
 
 SIZES = ("--lanes", "20", "--batch-size", "8", "--steps", "12", "--train-time", "0.5")
@@ -39,7 +39,7 @@ def figures_in(document):
 
 def says(*words, number, overrides=SIZES):
     runs, _ = simulated(*words, overrides=overrides)
-    return simulation_page.says(Sweeping(runs), runs[number])
+    return simulation_page.says(SweptRuns(runs), runs[number])
 
 
 def test_it_holds_every_run_and_every_picture():
@@ -122,12 +122,12 @@ def test_bars_are_few_enough_for_many_runs(monkeypatch):
 def test_the_shares_of_a_histogram_are_of_all_trained_rollouts():
     runs, _ = simulated("run_ahead=0..2")
     for run in runs:
-        bars = simulation_pictures.lag_histogram(Sweeping(runs), run).data[:2]
+        bars = simulation_pictures.lag_histogram(SweptRuns(runs), run).data[:2]
         assert sum(share for bar in bars for share in bar.y if share is not None) == pytest.approx(1, abs=1e-4)
         assert sum(bars[1].y[lag] or 0 for lag in range(len(bars[1].y))) == pytest.approx(
             run.figures["over_run_ahead"], abs=1e-4
         )
-        for trace in simulation_pictures.length_histogram(Sweeping(runs), run).data:
+        for trace in simulation_pictures.length_histogram(SweptRuns(runs), run).data:
             assert sum(trace.y) == pytest.approx(1, abs=1e-4)
 
 
@@ -139,11 +139,11 @@ def test_the_early_batches_of_finished_are_short_and_those_of_started_are_not():
 
 def test_the_curves_are_over_run_ahead_wherever_it_is_swept():
     runs, _ = simulated("seed=1..5", "run_ahead=0,1")
-    assert Sweeping(runs).axis == "schedule.run_ahead"
+    assert SweptRuns(runs).axis == "schedule.run_ahead"
     runs, _ = simulated("order=finished,started", "seed=1..3")
-    assert Sweeping(runs).axis == "run.seed"
+    assert SweptRuns(runs).axis == "run.seed"
     runs, _ = simulated("order=finished,started")
-    figure = simulation_pictures.throughput(Sweeping(runs), runs[1])
+    figure = simulation_pictures.throughput(SweptRuns(runs), runs[1])
     assert figure.layout.xaxis.type == "category"
     assert figure.data[-1].x == ("started",)  # the ring
 
@@ -151,13 +151,13 @@ def test_the_curves_are_over_run_ahead_wherever_it_is_swept():
 def test_a_sync_without_length_is_not_in_the_legend():
     for time, shown in (("0", [False]), ("0.2", [None])):
         runs, _ = simulated("run_ahead=0,1", overrides=(*SIZES, "--sync-time", time))
-        figure = simulation_pictures.lanes(Sweeping(runs), runs[0])
+        figure = simulation_pictures.lanes(SweptRuns(runs), runs[0])
         assert [trace.showlegend for trace in figure.data if trace.name == "sync"] == shown
 
 
 def test_the_lanes_are_those_of_a_runs_own_page():
     runs, _ = simulated("run_ahead=1")
-    drawn = simulation_pictures.lanes(Sweeping(runs), runs[0])
+    drawn = simulation_pictures.lanes(SweptRuns(runs), runs[0])
     assert [trace.x for trace in drawn.data] == [trace.x for trace in gantt.picture(runs[0].seen.drawing, "units").data]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headway.reports.summary import Span, continuous, kept_evaluations, kept_steps, summarise, timeline
+from headway.reports.summary import Span, continuous, kept_evaluations, kept_steps, timeline
 from headway.trace import Event
+from tests.summaries import summary_of
 
 
 def test_the_hand_sized_example(simulated) -> None:
-    figures = summarise(simulated())
+    figures = summary_of(simulated())
     assert (figures["total"], figures["lane_utilization"], figures["trainer_utilization"]) == (4.0, 1.0, 0.5)
     assert figures["batches"] == [[0, 2], [1, 3]]
     assert figures["lags"] == [[0, 0], [1, 1]]
@@ -40,7 +41,7 @@ def test_a_resumed_run_follows_what_was_before(resumed: list[Event]) -> None:
 def test_a_resumed_run_keeps_the_steps_behind_its_newest_weights(resumed: list[Event]) -> None:
     assert [step.trained["metrics"]["reward_mean"] for step in kept_steps(resumed)] == [0.1, 0.3]
     assert [event["num_correct"] for event in kept_evaluations(resumed)] == [9]
-    figures = summarise(resumed)
+    figures = summary_of(resumed)
     assert figures["lags"] == [[0, 0], [0, 1]]
     assert figures["mean_lag"] == 0.25
     assert figures["trainer_utilization"] == pytest.approx(3 / 8)  # the step that was lost took its second too

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from headway.schedule.bound import lag_bound
-from headway.schedule.ledger import BoundBroken, RolloutTicket
+from headway.schedule.groups import RolloutTicket
+from headway.schedule.ledger import BoundBroken
 from headway.schedule.policy import Rules
 from headway.stages import Lost
 from tests.schedule.doubles import Awkward, Plain, play, rules_of

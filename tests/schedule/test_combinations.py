@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway import run
+from headway import program
 from headway.config import Config
 from tests.schedule.doubles import Awkward, Plain, history_of, play
 from tests.schedule.reference_simulator import Case, simulate
@@ -64,7 +64,7 @@ class Patient(Plain):
 
 def case_of(config: Config, seed: int) -> Case:
     """A tiny case of what is configured; in half of them the data end."""
-    rules, settings, pick = run.rules(config, simulated=True), run.sizes(config), random.Random(seed)
+    rules, settings, pick = program.rules(config, simulated=True), program.sizes(config), random.Random(seed)
     return Case(
         lanes=pick.choice([1, 3, 5]),
         group_size=settings.group_size,
@@ -98,7 +98,7 @@ def run_to_the_end(schedule: dict[str, Any], seed: int) -> None:
     """All steps, or all data; as the independent simulator has it."""
     config = Config(schedule=schedule)
     case = case_of(config, seed)
-    played = play(case, Patient(case), rules=run.rules(config, simulated=True))
+    played = play(case, Patient(case), rules=program.rules(config, simulated=True))
     ledger = played.ledger
     assert ledger.published == case.steps or (case.num_groups is not None and not ledger.active), case
     expected = replace(case, in_flight="keep") if case.in_flight in ("recompute", "pinned") else case
@@ -139,5 +139,5 @@ def test_most_combinations_make_sense_and_many_do_not():
 @pytest.mark.parametrize("seed", range(20))
 def test_awkward_stages_change_nothing_in_a_combination(seed):
     config = Config(schedule=random.Random(f"awkward:{seed}").choice(allowed()))
-    case, rules = case_of(config, seed), run.rules(config, simulated=True)
+    case, rules = case_of(config, seed), program.rules(config, simulated=True)
     assert history_of(play(case, Plain(case), rules=rules)) == history_of(play(case, Awkward(case), rules=rules))

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from headway.schedule.ledger import Ledger, RolloutTicket, Settings
+from headway.schedule.groups import RolloutTicket
+from headway.schedule.ledger import Ledger, Settings
 from headway.stages import Generated, Scored
 from headway.trace import Trace
 from headway.types import Receipt, VersionRun

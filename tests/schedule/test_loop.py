@@ -7,8 +7,9 @@ from itertools import combinations
 
 import pytest
 
-from headway import clock, run
+from headway import clock
 from headway.config import resolve
+from headway.program import drive
 from headway.schedule import loop
 from headway.trace import Trace
 from tests.schedule.doubles import Awkward, Plain, history_of, play, rules_of, settings_of
@@ -292,7 +293,7 @@ def test_why_a_run_ended_is_told():
         events = []
         settings = replace(settings_of(case), steps=steps)
         trace = Trace(events.append)
-        program = run.drive(config, Plain(case), settings, rules_of(case), trace, clock_name="virtual")
+        program = drive(config, Plain(case), settings, rules_of(case), trace, clock_name="virtual")
         clock.run(program, virtual=True)
         return events[-1]
 
@@ -452,7 +453,7 @@ def test_the_composition_root_raises_the_first_cause_by_itself():
     case = Case()
     config = resolve(None, ["--lanes", "2", "--batch-size", "2", "--steps", "2"]).config
     stages = failing("train")(case)
-    program = run.drive(config, stages, settings_of(case), rules_of(case), Trace(), clock_name="virtual")
+    program = drive(config, stages, settings_of(case), rules_of(case), Trace(), clock_name="virtual")
     with pytest.raises(Boom, match="train"):
         clock.run(program, virtual=True)
 
@@ -510,6 +511,6 @@ def test_the_same_program_runs_on_the_wall_clock():
 
     settings = settings_of(case)
     config = resolve(None, ["--lanes", "2", "--batch-size", "2", "--steps", "2", "--run-ahead", "0"]).config
-    ledger = clock.run(run.drive(config, Plain(case), settings, rules_of(case), Trace(note), clock_name="wall"))
+    ledger = clock.run(drive(config, Plain(case), settings, rules_of(case), Trace(note), clock_name="wall"))
     assert taken == [([0, 1], [0, 0]), ([2, 3], [0, 0])]
     assert ledger.published == 2

@@ -9,7 +9,7 @@ import headway
 
 SOURCE = Path(headway.__file__).parent
 SCHEDULE = sorted((SOURCE / "schedule").glob("*.py"))
-NAMES = ["bound", "ledger", "loop", "pass_rates", "policy", "waiting"]
+NAMES = ["bound", "groups", "ledger", "loop", "pass_rates", "policy", "waiting"]
 
 
 def imported(path):
@@ -44,14 +44,14 @@ def test_there_is_something_to_look_at():
 
 
 def test_real_and_simulated_runs_call_the_same_loop():
-    run = SOURCE / "run.py"
-    assert list(calls_of(run, "loop.run")) == ["drive"]
-    assert sorted(calls_of(run, "drive")) == ["_drive_for_real", "_live", "_on_virtual_time"]
+    assert list(calls_of(SOURCE / "program.py", "loop.run")) == ["drive"]
+    assert list(calls_of(SOURCE / "run.py", "drive")) == ["_drive_for_real"]
+    assert sorted(calls_of(SOURCE / "simulation.py", "drive")) == ["_live", "_on_virtual_time"]
 
 
 def test_nobody_else_runs_the_loop():
     others = [path for path in SOURCE.rglob("*.py") if "headway.schedule.loop" in set(imported(path))]
-    assert others == [SOURCE / "run.py"]
+    assert others == [SOURCE / "program.py"]
 
 
 def test_time_is_only_read_from_the_event_loop():

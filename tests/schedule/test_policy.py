@@ -602,6 +602,22 @@ def test_without_overlap_rollouts_pause_from_the_batch_to_its_weights():
     assert tickets[2].oldest_version == 0
 
 
+def test_a_rollout_that_pauses_after_the_weights_it_was_to_wait_for_goes_on_at_once():
+    """On the wall clock an engine may need longer to its next token than the trainer for its step."""
+    ledger, rules = ledger_of(), Rules(1, overlap=False)
+    tickets = [ledger.start() for _ in range(4)]
+    answer(ledger, *tickets[:2])
+    ledger.take(rules.batch(ledger))
+    for ticket in rules.paused(ledger):
+        ledger.pause(ticket, "training")
+    end(ledger, tickets[2], finish="interrupted")
+    ledger.report_trained("weights", {})
+    ledger.settle()
+    publish(ledger)
+    end(ledger, tickets[3], finish="interrupted")
+    assert [ledger.start(), ledger.start()] == tickets[2:]
+
+
 def test_what_ends_now_does_not_pause():
     ledger, rules = ledger_of(), Rules(1, overlap=False)
     tickets = [ledger.start() for _ in range(4)]

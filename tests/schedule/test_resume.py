@@ -152,7 +152,7 @@ def test_a_resumed_run_gets_as_far_ahead_as_the_first_one():
     assert len(at_once) == 12
 
 
-# Twelve prompts, three to a step, and a crash
+# B23: twelve prompts, three to a step, and a crash
 
 EPOCH = Case(
     lanes=5,

@@ -207,3 +207,12 @@ def test_a_window_over_prompts_that_are_all_retired_ends():
     assert len(played.of("retired")) == 3
     assert played.ledger.published < 6
     assert max(played.lags) <= 2, rules_of(case)
+
+
+def test_groups_that_all_fail_stop_a_run_whose_data_have_no_end():
+    with pytest.raises(ExceptionGroup) as raised:
+        play(Case(lanes=4, groups_per_batch=2, steps=3, unscored=1.0))
+    (said,) = raised.value.exceptions
+    assert isinstance(said, UserError)
+    assert "100 groups in a row could not be trained" in str(said)
+    assert "grader_error" in str(said)

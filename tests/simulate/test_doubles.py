@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from headway import clock, run
+from headway import clock, simulation
 from headway.config import resolve
-from headway.schedule.ledger import RolloutTicket
+from headway.schedule.groups import RolloutTicket
 from headway.simulate.doubles import Doubles, Times
 from headway.types import VersionRun
 
@@ -32,7 +32,7 @@ def timed(coroutine):
 
 
 def simulated(words):
-    return run.simulate(resolve(None, words.split()).config)
+    return simulation.simulate(resolve(None, words.split()).config)
 
 
 # Each verb takes its time

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway import clock, run
+from headway import clock, simulation
 from headway.config import resolve
 from headway.simulate.engines import ConstantRate, Machine, Prefill, Roofline
 from headway.types import UserError
@@ -211,7 +211,7 @@ def _in_small_steps(machine, starts, stops, dt=0.002):
 
 
 def simulated(words):
-    return run.simulate(resolve(None, words.split()).config)
+    return simulation.simulate(resolve(None, words.split()).config)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway import cli, run
+from headway import cli, simulation
 from headway.schedule.ledger import Ledger
 from headway.simulate.audit import kept_fates
 from headway.simulate.faults import DEATHS, DISTURBANCES, Fault, scenario
@@ -16,7 +16,7 @@ from headway.types import UserError
 
 def all_rules_hold(seeds):
     """Else the scenarios of the seeds that failed, with what was wrong."""
-    failures = [trial.failure for trial in run.try_faults(seeds) if trial.problems]
+    failures = [trial.failure for trial in simulation.try_faults(seeds) if trial.problems]
     assert not failures, "\n".join(failures[:3])
 
 
@@ -36,7 +36,7 @@ def test_every_rule_holds_in_ten_thousand_scenarios(seeds):
 
 def test_a_seed_replays_exactly():
     for seed in range(60):
-        first, second = (run.play(scenario(seed)) for _ in range(2))
+        first, second = (simulation.play(scenario(seed)) for _ in range(2))
         assert [life.events for life in first.lives] == [life.events for life in second.lives]
         assert first.disk == second.disk
         assert [life.died_of for life in first.lives] == [life.died_of for life in second.lives]
@@ -48,7 +48,7 @@ def test_two_seeds_are_two_scenarios():
 
 def test_every_fault_strikes_and_every_policy_is_drawn():
     tally, schedules = Tally(), []
-    for trial in run.try_faults(range(300)):
+    for trial in simulation.try_faults(range(300)):
         tally.count(trial)
         schedules.append(trial.scenario.config.schedule)
     assert {*tally.struck} == {*DEATHS, *DISTURBANCES, "no fault"}
@@ -92,7 +92,7 @@ def test_a_run_that_died_and_was_resumed_trains_the_multiset_of_one_that_did_not
         if not (drawn.drains and dies(drawn)):
             continue
         undisturbed = replace(drawn, faults=())
-        resumed, whole = (kept_fates(each, run.play(each)) for each in (drawn, undisturbed))
+        resumed, whole = (kept_fates(each, simulation.play(each)) for each in (drawn, undisturbed))
         assert sorted(resumed) == sorted(whole) == list(range(drawn.num_groups)), str(drawn)
         if drawn.decided_by_identity:
             assert resumed == whole, str(drawn)
@@ -101,7 +101,7 @@ def test_a_run_that_died_and_was_resumed_trains_the_multiset_of_one_that_did_not
 
 
 def test_dead_runs_are_resumed_from_a_checkpoint_and_from_nothing():
-    lives = [life for seed in range(60) for life in run.play(scenario(seed)).lives[1:]]
+    lives = [life for seed in range(60) for life in simulation.play(scenario(seed)).lives[1:]]
     began_from_version = {life.began_from.progress["version"] if life.began_from else None for life in lives}
     assert None in began_from_version
     assert len(began_from_version) > 3
@@ -112,16 +112,16 @@ def test_dead_runs_are_resumed_from_a_checkpoint_and_from_nothing():
 
 def test_one_seed_is_told_in_lines():
     """Scenario, lives, and what became of the groups."""
-    (trial,) = run.try_faults([4])
+    (trial,) = simulation.try_faults([4])
     assert str(trial).startswith(str(trial.scenario))
     assert len([line for line in str(trial).splitlines() if ": afresh; " in line or ": from version" in line]) == len(
-        trial.outcome.lives
+        trial.history.lives
     )
     assert str(trial).splitlines()[-1] == "  every rule held"
 
 
 def test_a_failure_is_told_with_its_scenario():
-    (trial,) = run.try_faults([4])
+    (trial,) = simulation.try_faults([4])
     broken = replace(trial, problems=["group 3 was trained twice"])
     assert broken.failure == f"{trial.scenario}\n  WRONG: group 3 was trained twice"
     tally = Tally()
@@ -175,3 +175,5 @@ def test_a_seed_that_fails_is_shown_and_the_command_fails(monkeypatch, capsys):
 def test_faults_take_no_other_setting(monkeypatch, capsys):
     assert ran(monkeypatch, "--faults 0..9 --lanes 3") == 2
     assert "--faults draws every setting from its seeds" in capsys.readouterr().err
+    assert ran(monkeypatch, "--faults=") == 2
+    assert "is not understood; it may be a seed" in capsys.readouterr().err

@@ -2,8 +2,9 @@
 
 import re
 
-from headway import run
-from headway.schedule.ledger import Ledger, RolloutTicket
+from headway import simulation
+from headway.schedule.groups import RolloutTicket
+from headway.schedule.ledger import Ledger
 from headway.schedule.policy import Rules
 
 
@@ -12,7 +13,7 @@ def seen(monkeypatch, owner, name, broken, *, within=150):
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, broken(original))
     reported = []
-    for trial in run.try_faults(range(within)):
+    for trial in simulation.try_faults(range(within)):
         reported += trial.problems
         if len(reported) > 30:
             break

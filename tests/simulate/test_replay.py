@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway import clock, run
+from headway import clock, program, simulation
 from headway.config import resolve
 from headway.simulate.doubles import Doubles, Times
 from headway.simulate.workload import make_lengths
@@ -36,7 +36,7 @@ def kept(tmp_path):
 
 
 def simulated(words):
-    return run.simulate(resolve(None, words.split()).config)
+    return simulation.simulate(resolve(None, words.split()).config)
 
 
 def as_read(events):
@@ -53,14 +53,14 @@ def test_a_run_of_fixed_times_replays_event_by_event(kept, schedule):
         else (" --lengths 1,3,2.5,0.5,4,0.25,8,2")
     )
     events = simulated(words)
-    assert as_read(run.replay(kept(words, events))) == as_read(events)
+    assert as_read(simulation.replay(kept(words, events))) == as_read(events)
 
 
 def jittery(words):
     """The trace of a simulated run whose train steps, syncs, scores and rewards all differ."""
     rng = random.Random(7)
     config = resolve(None, words.split()).config
-    settings, rules = run.sizes(config), run.rules(config, simulated=True)
+    settings, rules = program.sizes(config), program.rules(config, simulated=True)
     times = Times(*(lambda what, top=top: rng.uniform(0.1, top) for top in (3.0, 0.5, 0.5, 1.0)))
     lengths = make_lengths("lognormal:0.7", 5.0, 0)
 
@@ -72,7 +72,7 @@ def jittery(words):
 
     doubles = Graded(lengths, times, num_members=settings.num_members, pinned=False)
     events = []
-    clock.run(run.drive(config, doubles, settings, rules, Trace(events.append), clock_name="virtual"), virtual=True)
+    clock.run(program.drive(config, doubles, settings, rules, Trace(events.append), clock_name="virtual"), virtual=True)
     return events
 
 
@@ -85,7 +85,7 @@ JITTERY = (
 def test_times_scores_and_rewards_are_those_of_the_run(kept):
     """Up to rounding: the same batches at the same times, failed and filtered groups included."""
     events = jittery(JITTERY)
-    again = run.replay(kept(JITTERY, events))
+    again = simulation.replay(kept(JITTERY, events))
     assert {event.kind for event in events} >= {"failed", "filtered", "evaluated", "saved"}
     for kind in ("taken", "trained", "published", "saved", "failed", "filtered", "evaluated", "ended"):
         theirs, ours = ([event for event in trace if event.kind == kind] for trace in (events, again))
@@ -96,9 +96,9 @@ def test_times_scores_and_rewards_are_those_of_the_run(kept):
 
 def test_another_schedule_meets_the_same_rollouts(kept):
     folder = kept(JITTERY, jittery(JITTERY))
-    synchronous = run.replay(folder, ["--schedule.run-ahead", "0"])
-    ahead = run.replay(folder, ["--run-ahead", "4", "--lanes", "32"])
-    assert ahead[-1].at_s < run.replay(folder)[-1].at_s < synchronous[-1].at_s
+    synchronous = simulation.replay(folder, ["--schedule.run-ahead", "0"])
+    ahead = simulation.replay(folder, ["--run-ahead", "4", "--lanes", "32"])
+    assert ahead[-1].at_s < simulation.replay(folder)[-1].at_s < synchronous[-1].at_s
     assert {lag for event in synchronous if event.kind == "taken" for lag in event["lags"]} == {0}
     lengths = []
     for trace in (synchronous, ahead):
@@ -112,7 +112,7 @@ def test_another_schedule_meets_the_same_rollouts(kept):
 
 def test_a_longer_run_draws_what_was_not_recorded(kept):
     folder = kept(JITTERY, jittery(JITTERY))
-    longer = run.replay(folder, ["--steps", "90"])
+    longer = simulation.replay(folder, ["--steps", "90"])
     trained = [event.at_s for event in longer if event.kind == "trained"]
     assert len(trained) == 90
     assert trained[-1] - trained[29] == pytest.approx(2 * trained[29], rel=0.25)
@@ -123,7 +123,7 @@ def test_paused_rollouts_keep_their_pace(kept):
     words = "--lengths 4 --lanes 1 --batch-size 1 --steps 2 --run-ahead 0 --in-flight keep"
     slowed = [replace(event, at_s=2 * event.at_s) for event in simulated(words)]
     folder = kept(words, slowed)
-    again = run.replay(folder, ["--iteration-tokens", "2"])
+    again = simulation.replay(folder, ["--iteration-tokens", "2"])
     assert [event.at_s for event in again if event.kind == "paused"] == [4.0, 14.0]
     assert [event["tokens"] for event in again if event.kind == "generated"] == [4.0, 4.0]
     assert again[-1].at_s == slowed[-1].at_s == 20.0
@@ -132,23 +132,23 @@ def test_paused_rollouts_keep_their_pace(kept):
 def test_a_run_whose_data_ended_ends_again(kept):
     words = "--lengths 1,3,2 --lanes 2 --batch-size 2 --steps 50 --run-ahead 1 --in-flight keep"
     config = resolve(None, words.split()).config
-    settings, rules = run.sizes(config, num_groups=9), run.rules(config, simulated=True)
+    settings, rules = program.sizes(config, num_groups=9), program.rules(config, simulated=True)
     events = []
     doubles = Doubles(make_lengths("1,3,2", 1.0, 0), Times(1.0), pinned=False)
-    clock.run(run.drive(config, doubles, settings, rules, Trace(events.append), clock_name="virtual"), virtual=True)
+    clock.run(program.drive(config, doubles, settings, rules, Trace(events.append), clock_name="virtual"), virtual=True)
     assert events[-1]["reason"] == "data ended"
-    assert as_read(run.replay(kept(words, events))) == as_read(events)
+    assert as_read(simulation.replay(kept(words, events))) == as_read(events)
 
 
 def test_what_a_replay_cant_do_is_said(kept, tmp_path):
     words = "--lengths 1,3 --lanes 2 --batch-size 2 --steps 3 --run-ahead 1"
     events = simulated(words)
     folder = kept(words, events)
-    with pytest.raises(UserError, match=r"simulate\.train_time does nothing in a replay, which looks at run, generate"):
-        run.replay(folder, ["--simulate.train-time", "3"])
+    with pytest.raises(UserError, match=r"simulate\.train_time does nothing in a replay, which looks at run\.seed, run\.steps, generate\.lanes"):
+        simulation.replay(folder, ["--simulate.train-time", "3"])
     kept(words, [event for event in events if event.at_s < 2])
     with pytest.raises(UserError, match="no train step of the run has ended"):
-        run.replay(folder)
+        simulation.replay(folder)
     (folder / "config.toml").unlink()
     with pytest.raises(UserError, match=r"holds no config\.toml"):
-        run.replay(folder)
+        simulation.replay(folder)

@@ -148,9 +148,10 @@ def test_a_length_depends_on_seed_and_number_alone(spec):
         ("1,-2", "every length must be above 0"),
         ("nan", "every length must be above 0"),
         ("inf", "every length must be above 0"),
-        ("lognormal:0", "lognormal:0 needs a positive number after the colon"),
-        ("lognormal:x", "lognormal:x needs a positive number after the colon"),
-        ("lognormal:nan", "lognormal:nan needs a positive number after the colon"),
+        ("lognormal:0", "lognormal:0 needs a number above 0 and at most 10 after the colon"),
+        ("lognormal:50", "lognormal:50 needs a number above 0 and at most 10 after the colon"),
+        ("lognormal:x", "lognormal:x needs a number above 0 and at most 10 after the colon"),
+        ("lognormal:nan", "lognormal:nan needs a number above 0 and at most 10 after the colon"),
     ],
 )
 def test_what_is_no_workload(spec, message):
