@@ -544,7 +544,7 @@ def test_numbers_that_no_clock_can_count_are_refused():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("objectives grpo --run-ahead 0", "--schedule.run_ahead does nothing in headway objectives"),
+        ("objectives grpo --run-ahead 0", "--schedule.run-ahead does nothing in headway objectives"),
         ("simulate --objective.name grpo", "--objective.name does nothing in headway simulate"),
         ("objectives --clip-high 0.3", "which objective"),
     ],

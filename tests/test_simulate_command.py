@@ -80,7 +80,7 @@ def test_with_json_standard_output_is_json_alone(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sweep", "learning_rate=1,2"], "--train.learning_rate does nothing in headway simulate"),
+        (["--sweep", "learning_rate=1,2"], "--train.learning-rate does nothing in headway simulate"),
         (["--sweep", "run_ahead=0..1", "--timeline"], "--timeline draws one run"),
         (["--timeline", "--json"], "--timeline is no JSON"),
         (["--page", "."], "--page . is a folder"),

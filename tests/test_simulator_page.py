@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.simulator_page import PAGE, printed, shown, workplace
+from tests.simulator_page import PAGE, REPOSITORY, printed, shown, workplace
 
 TEXT = PAGE.read_text(encoding="utf-8")
 COMMANDS = shown(TEXT)
@@ -110,3 +110,13 @@ def test_what_splitting_them_wins_is_the_tail():
 def test_machines_that_keep_their_speed_win_at_most_twice():
     rates = [throughput("--lengths", "constant", "--lanes", 64, "--train-time", 3, "--run-ahead", k) for k in (0, 1, 2)]
     assert rates == pytest.approx([64 / 6, 64 / 3, 64 / 3])
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((REPOSITORY / "recipes" / "simulated").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_recipe_of_a_simulation_is_on_the_page_and_simulates(recipe):
+    assert f"recipes/simulated/{recipe.name}" in TEXT
+    figures = json.loads(printed(f"headway simulate {recipe} --steps 3 --skip-steps 0 --json"))
+    assert len(figures["batches"]) == 3
+    assert figures["mean_lag"] <= 1

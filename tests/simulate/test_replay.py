@@ -144,7 +144,7 @@ def test_what_a_replay_cant_do_is_said(kept, tmp_path):
     words = "--lengths 1,3 --lanes 2 --batch-size 2 --steps 3 --run-ahead 1"
     events = simulated(words)
     folder = kept(words, events)
-    with pytest.raises(UserError, match=r"simulate\.train_time does nothing in a replay, which looks at run\.seed, run\.steps, generate\.lanes"):
+    with pytest.raises(UserError, match=r"train-time does nothing in a replay, which looks at run\.seed, run\.steps"):
         simulation.replay(folder, ["--simulate.train-time", "3"])
     kept(words, [event for event in events if event.at_s < 2])
     with pytest.raises(UserError, match="no train step of the run has ended"):
