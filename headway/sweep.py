@@ -140,12 +140,18 @@ def jobs(
     all_choices = choices(sweeps)
     found: list[SweepJob] = []
     for choice in all_choices:
-        words = [*overrides, *(f"--{key}={value}" for key, value in choice.items())]
+        words = [*overrides, *(f"--{key}={value}" for key, value in (choice | _taken_back(choice)).items())]
         with _named(choice):
             resolved = resolve(recipe, words)
             program.rules(resolved.config, simulated=True)
         found.append(SweepJob(choice, words, resolved, replayed, len(all_choices) if for_page else 0))
     return found
+
+
+def _taken_back(choice: Choice) -> Choice:
+    """A window is for one of the orders that are swept; the others must not be refused for it."""
+    needs_no_window = choice.get("schedule.order", "window") != "window" and "schedule.window" not in choice
+    return {"schedule.window": "none"} if needs_no_window else {}
 
 
 def without_sweep(jobs: Sequence[SweepJob], recipe: Path | None, overrides: Sequence[str]) -> int:

@@ -145,3 +145,10 @@ def test_the_run_that_is_most_like_the_one_without_a_sweep(overrides, chosen):
 def test_settings_that_are_valid_with_swept_values_alone():
     jobs = sweep.jobs(None, ("--window", "8"), sweep.parse(["order=window"]))
     assert sweep.without_sweep(jobs, None, ("--window", "8")) == 0
+
+
+def test_orders_are_compared_with_a_window_that_is_for_one_of_them():
+    swept = sweep.parse(["order=finished,started,window"])
+    jobs = sweep.jobs(None, ["--lanes=8", "--batch-size=8", "--steps=3", "--window=4"], swept)
+    assert [job.resolved.config.schedule.window for job in jobs] == [None, None, 4]
+    assert [run.figures["lag_bound"] for run in sweep.simulate(jobs)] == [None, 1, 2]
