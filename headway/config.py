@@ -431,13 +431,16 @@ class Schedule(Section):
         )
         yield (
             bool(stragglers) and self.max_lag is None,
-            f"stragglers {','.join(self.stragglers)} acts at max_lag, which is not set",
+            f"stragglers {','.join(self.stragglers)} acts at max_lag, which is not set; set schedule.max_lag",
         )
         yield (
             self.max_restarts is not None and "restart" not in stragglers,
             f"max_restarts does nothing without stragglers restart{_take_back('max-restarts')}",
         )
-        yield self.order == "window" and self.window is None, "order window needs window, a number of groups"
+        yield (
+            self.order == "window" and self.window is None,
+            "order window needs a number of groups; set schedule.window",
+        )
         yield (
             self.order != "window" and self.window is not None,
             f"window does nothing with order {self.order}{_take_back('window')}",

@@ -48,7 +48,7 @@ def test_words_are_read(word, key, values):
         ("run_ahead=0,,1", "has an empty value"),
         ("run_ahead=0..1000000000", "asks for 1000000001 runs, and at most 200"),
         ("run_ahead=0,-1", "--sweep, at run_ahead -1: --schedule.run-ahead = '-1'"),
-        ("order=finished,window", "--sweep, at order window: command line: order window needs window"),
+        ("order=finished,window", "--sweep, at order window: command line: order window needs a number of groups"),
     ],
 )
 def test_a_word_that_makes_no_sweep_is_refused_with_the_reason(word, said):
