@@ -65,3 +65,39 @@ def test_greedy_answers_are_those_of_transformers(policy: Policy) -> None:
         ids = torch.tensor([prompt.tokens], device="cuda")
         expected = policy.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert tuple(expected[0, len(prompt.tokens) :].tolist()) == answers[2 * number].tokens
+
+
+def test_an_interrupted_rollout_goes_on_where_it_was(policy: Policy) -> None:
+    def ask(**more) -> SampleRequest:
+        return SampleRequest(PROMPTS[0], (0, "a"), 12, 0.7, **more)
+
+    async def in_two_stretches() -> tuple[Sample, Sample]:
+        engine = TorchEngine(policy, lanes=2, decode=str, cores=FixedCores(1))
+        try:
+            whole = await engine.sample(ask())
+            begun = await engine.sample(ask(pause_after=5))
+            return whole, await engine.sample(ask(so_far=begun))
+        finally:
+            await engine.close()
+
+    whole, sample = asyncio.run(in_two_stretches())
+    assert sample.tokens == whole.tokens
+    torch.testing.assert_close(torch.tensor(sample.logprobs), torch.tensor(whole.logprobs), atol=1e-4, rtol=0)
+
+
+def test_recomputing_for_the_same_weights_changes_nothing(policy: Policy) -> None:
+    async def updated_on_the_way() -> tuple[Sample, Sample]:
+        engine = TorchEngine(policy, lanes=2, decode=str, cores=FixedCores(1))
+        try:
+            whole = await engine.sample(SampleRequest(PROMPTS[0], (0, "a"), 200, 0.7))
+            again = asyncio.create_task(engine.sample(SampleRequest(PROMPTS[0], (0, "a"), 200, 0.7)))
+            await asyncio.sleep(0.05)
+            weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
+            await engine.load(weights, 1, recompute=True)
+            return whole, await again
+        finally:
+            await engine.close()
+
+    whole, sample = asyncio.run(updated_on_the_way())
+    assert sample.tokens == whole.tokens
+    torch.testing.assert_close(torch.tensor(sample.logprobs), torch.tensor(whole.logprobs), atol=1e-4, rtol=0)
