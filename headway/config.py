@@ -400,6 +400,9 @@ class Schedule(Section):
         ge=0,
         description="times that a rollout which the engine has lost begins again, before it is given up",
     )
+    max_failed: int = Field(
+        default=100, ge=1, description="groups in a row with too few scored rollouts, after which the run stops"
+    )
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Schedule:

@@ -117,6 +117,7 @@ def sizes(config: Config, *, num_groups: int | None = None) -> Settings:
         redundant=schedule.redundant,
         keep_redundant=schedule.surplus == "keep",
         max_lost=schedule.max_lost,
+        max_failed=schedule.max_failed,
         max_filtered=max_filtered * (schedule.batch_size // schedule.group_size),
         iteration_tokens=schedule.iteration_tokens,
     )

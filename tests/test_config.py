@@ -245,7 +245,10 @@ OUTLIVES = "iteration_tokens pauses rollouts until there are new weights, and in
             "--stragglers interrupt,restart --max-lag 1",
             "stragglers interrupt and restart can't both act on one group; restart interrupts after max_restarts",
         ),
-        ("--stragglers drop,interrupt", "stragglers drop,interrupt acts at max_lag, which is not set; set schedule.max_lag"),
+        (
+            "--stragglers drop,interrupt",
+            "stragglers drop,interrupt acts at max_lag, which is not set; set schedule.max_lag",
+        ),
         (
             "--stragglers interrupt --max-lag 1 --max-restarts 2",
             "max_restarts does nothing without stragglers restart; leave it out, or say --max-restarts none",

@@ -35,8 +35,8 @@ class Settings:
 
     num_groups: how many groups the data hold (None: no end); redundant: members of a group beyond group_size, of which
     the last to finish are aborted, or kept as long as the group waits (keep_redundant); max_lost: how often a rollout
-    that the engine has lost begins again; max_filtered: groups filtered for one batch after which the run stops;
-    iteration_tokens: what a rollout may sample before it pauses.
+    that the engine has lost begins again; max_filtered, max_failed: groups filtered for one batch, and groups that
+    failed in a row, after which the run stops; iteration_tokens: what a rollout may sample before it pauses.
     """
 
     lanes: int
@@ -51,6 +51,7 @@ class Settings:
     keep_redundant: bool = False
     max_lost: int = 3
     max_filtered: int | None = None
+    max_failed: int | None = None
     iteration_tokens: float | None = None
 
     @property
@@ -61,10 +62,6 @@ class Settings:
     def num_members(self) -> int:
         """Rollouts that a group starts."""
         return self.group_size + self.redundant
-
-
-FAILED_GROUPS, FAILED_BATCHES = 100, 10
-"""The run stops when so many groups, and so many batches of them, have failed and none has come through meanwhile."""
 
 
 class BoundBroken(RuntimeError):
@@ -448,11 +445,13 @@ class Ledger:
     def _refuse_to_fail_for_ever(self, group: Group) -> None:
         """Data without an end would be used up by an engine or a grader that is broken for good."""
         self._num_failed += 1
-        if self._num_failed >= max(FAILED_GROUPS, FAILED_BATCHES * self.settings.groups_per_batch):
+        limit = self.settings.max_failed
+        if limit is not None and self._num_failed >= limit:
             outcomes = ", ".join(sorted({str(ticket.outcome) for ticket in group.members.values()}))
             raise UserError(
                 f"{self._num_failed} groups in a row could not be trained, as too few of their rollouts were scored "
-                f"(of the last one: {outcomes}): look at the engine, the grader and schedule.deadline_s"
+                f"(of the last one: {outcomes}): look at the engine, the grader and schedule.deadline_s, "
+                "or raise schedule.max_failed"
             )
 
     def _complete(self, group: Group) -> bool:

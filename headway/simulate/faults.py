@@ -225,6 +225,7 @@ def _schedule(pick: random.Random, longest: float) -> dict[str, Any]:
         "max_filtered": 1000 if dynamic_sampling else None,
         "deadline_s": pick.choice([None, None, 0.7 * longest, 2 * longest]),
         "max_lost": pick.choice([3, 3, 1, 0]),
+        "max_failed": 10_000,  # a scorer that fails for a while is to be outlasted
     }
 
 

@@ -211,7 +211,7 @@ def test_a_window_over_prompts_that_are_all_retired_ends():
 
 def test_groups_that_all_fail_stop_a_run_whose_data_have_no_end():
     with pytest.raises(ExceptionGroup) as raised:
-        play(Case(lanes=4, groups_per_batch=2, steps=3, unscored=1.0))
+        play(Case(lanes=4, groups_per_batch=2, steps=3, unscored=1.0), max_failed=100)
     (said,) = raised.value.exceptions
     assert isinstance(said, UserError)
     assert "100 groups in a row could not be trained" in str(said)
