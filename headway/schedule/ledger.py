@@ -581,6 +581,7 @@ class Ledger:
         now, reward = self._now(), group.scored[0].reward
         self._count_right_answers(now, group)
         self._release(group, "filtered", reason=f"all its rewards are {reward:g}", reward=reward)
+        self._skip_ahead()  # its prompt may be mastered by now, and be that of the next group
         self._num_filtered += 1
         limit = self.settings.max_filtered
         if limit is not None and self._num_filtered >= limit:

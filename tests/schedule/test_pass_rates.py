@@ -98,3 +98,14 @@ def test_a_resume_knows_what_was_mastered(seed):
         started_before = [e for e in resumed.of("started") if not first_taken or e.at_s < first_taken[0].at_s]
         groups = {event["group"] for event in started_before} - in_flight
         assert not [group for group in groups if f"prompt {group % 6}" in mastered]
+
+
+def test_a_prompt_that_a_filtered_group_shows_to_be_mastered_is_not_asked_again():
+    """Group 0 ends at 1, all right; groups 2 and 4 would ask its prompt again, 3 asks the other one."""
+    case = Case(
+        lanes=4, group_size=2, groups_per_batch=2, run_ahead=0, lengths=(1, 1, 5), num_groups=5, dynamic_sampling=True
+    )
+    pass_rates = PassRates(lambda group: f"prompt {group % 2}", 2, 0.9)
+    played = play(case, pass_rates=pass_rates)
+    assert [event["group"] for event in played.of("started") if event["member"] == 0] == [0, 1, 3]
+    assert [event["group"] for event in played.of("filtered")] == [0, 1, 3]
