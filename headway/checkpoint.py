@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,12 +119,15 @@ def _row(kept: KeptRollout) -> dict[str, Any]:
         "finish": rollout.finish,
         "text": rollout.text,
         **{name: getattr(rollout, name) for name in _PER_TOKEN},
+        **({"kept": [ids and list(ids) for ids in rollout.kept]} if rollout.kept is not None else {}),
         **(asdict(kept.score) if kept.score else {}),
     }
 
 
 def _kept(row: Mapping[str, Any], prompt: Prompt, epoch: int) -> KeptRollout:
     per_token = {name: tuple(row[name]) for name in _PER_TOKEN}
+    if "kept" in row:
+        per_token["kept"] = tuple(ids and array("i", ids) for ids in row["kept"])
     if len({len(values) for values in per_token.values()}) > 1:
         raise ValueError("its tokens and what belongs to them differ in number")
     return KeptRollout(

@@ -1,4 +1,4 @@
-"""The commands: train, simulate, report, export, objectives."""
+"""The commands: train, simulate, report, export, objectives, mismatch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from headway import config as settings
+from headway.mismatch.setting import LOOKED_AT as PROBED
+from headway.mismatch.setting import Options, Request, request
 from headway.types import UserError
 
 app = typer.Typer(
@@ -181,10 +183,7 @@ def _sweep(
     jobs = sweep.jobs(recipe, overrides, swept, replayed=replayed, for_page=page is not None)
     if not replayed:
         settings.only(jobs[0].resolved.origins, _SIMULATED, "headway simulate")
-    if page and page.is_dir():
-        raise UserError(f"--page {page} is a folder; give the name of a file in it")
-    if page and not page.absolute().parent.is_dir():
-        raise UserError(f"--page {page}: there is no folder {page.parent}")
+    _check_file("--page", page)
     if not sweeps:
         print(f"--page without --sweep: of {_USUAL_SWEEP}", file=sys.stderr)
     with sweep_table.progress(len(jobs)) as done:
@@ -199,6 +198,14 @@ def _sweep(
         chosen = sweep.without_sweep(jobs, recipe, overrides)
         simulation_page.write(page, runs, chosen, jobs[chosen].resolved, replayed=replayed)
         print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    """Before anything is computed for it."""
+    if path and path.is_dir():
+        raise UserError(f"{option} {path} is a folder; give the name of a file in it")
+    if path and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_keys_help(), options_metavar="RECIPE [OPTIONS]")
@@ -274,6 +281,69 @@ def objectives(context: typer.Context) -> None:
     resolved = settings.resolve(None, ["--objective.name", *words])
     settings.only(resolved.origins, ("objective",), "headway objectives")
     print(describe.description(named_objective(resolved.config)))
+
+
+@app.command(context_settings=_OVERRIDES, epilog=_keys_help(PROBED), options_metavar="[OPTIONS]")
+def mismatch(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="as model.path of a recipe")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="model, weights, sampling and prompts of a run, finished or not"),
+    ] = None,
+    engine_dtype: Annotated[
+        str | None, typer.Option(metavar="float32|bfloat16", help="of your engine's weights")
+    ] = None,
+    head_dtype: Annotated[
+        str | None, typer.Option(metavar="float32|bfloat16", help="of your engine's LM head; Headway's is float32")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="int8|int4|fp8", help="how your engine's weights are quantised")
+    ] = None,
+    version_lag: Annotated[
+        str | None, typer.Option(metavar="N", help="train steps that your engine's weights are behind")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE.jsonl", help="as data.source; default a few questions")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N", help="answers sampled together; default 16, and 128 of a tiny model")
+    ] = None,
+    new_tokens: Annotated[str | None, typer.Option(metavar="N", help="of an answer at most; default 32")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE.json", help="write all figures")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with pictures")] = None,
+) -> None:
+    """Say where an engine's probabilities differ from the trainer's: one source at a time, and what cures it.
+
+    What your own engine does is said by options, or read from a run; the other sources are tried too, at usual values.
+    """
+    keys = {
+        "model": model,
+        "prompts": prompts,
+        "batch": batch,
+        "new-tokens": new_tokens,
+        "engine-dtype": engine_dtype,
+    }
+    asked = request(Options(run, keys, head_dtype, quantize, version_lag), context.args)
+    _check_file("--json", json_file)
+    _check_file("--page", page)
+    _probe(asked, json_file, page)
+
+
+def _probe(asked: Request, json_file: Path | None, page: Path | None) -> None:
+    from headway.reports import mismatch_page, mismatch_table
+
+    with mismatch_table.progress() as say:
+        say("importing torch and transformers", 0, 1)
+        from headway.mismatch.probe import probe
+
+        probed = probe(asked, say)
+    mismatch_table.show(probed, sys.stdout)
+    if json_file:
+        json_file.write_text(json.dumps(probed.to_json(), allow_nan=False, indent=2) + "\n", encoding="utf-8")
+    if page:
+        mismatch_page.write(page, probed)
+        print(f"page: {page}")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from headway.types import InFlight, Order, Straggler, UserError, did_you_mean, nearest
+from headway.types import InFlight, Order, Parity, Straggler, UserError, did_you_mean, nearest
 
 Origin = Literal["default", "recipe", "command line"]
 
@@ -94,6 +94,10 @@ class Model(Section):
         description="a local Hugging Face folder, a .gguf file, package:NAME for a model a package ships, or a hub id",
     )
     device: str | None = Field(default=None, description="cpu, cuda or cuda:1; default cuda where there is one")
+    parity: Parity = Field(
+        default="close",
+        description="how near the engine's log-probs are to the trainer's: close, to rounding; bitwise, in every bit",
+    )
 
 
 class AdapterSettings(Section):
@@ -194,6 +198,56 @@ class Generate(Section):
         default=None, description="tokens that end a rollout; default the tokenizer's end token"
     )
     stop: Strings = Field(default=(), description="strings that end a rollout")
+    top_k: int = Field(default=0, ge=0, description="sample among the so many most likely tokens; 0: among all")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="sample among the fewest tokens that have so much of the probability"
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="sample among tokens at least so many times as likely as the likeliest one"
+    )
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="divides the logits of tokens that the context has already; 1: none"
+    )
+    force_after: int | None = Field(
+        default=None, ge=1, description="sampled tokens after which force_phrase is put into the answer; default never"
+    )
+    force_phrase: str | None = Field(
+        default=None, description="text that is put in, and not trained on; the rest is sampled after it"
+    )
+    force_unless: str = Field(default="", description="text that an answer may hold by then, and is left alone for")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="of the engine's weights and cache; an adapter and the LM head's product stay float32",
+    )
+    cache_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="for keys and values of rollouts in flight; default for full lanes, at most a quarter of free memory",
+    )
+    prefill_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="prompt tokens of one forward pass, beside the new tokens of the rollouts under way",
+    )
+    sleep: Literal["none", "cache", "weights"] = Field(
+        default="none",
+        description="what the engine gives back while the trainer trains: nothing, its cache, or its weights too",
+    )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn among some of the vocabulary only."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @model_validator(mode="after")
+    def _force_is_whole(self) -> Generate:
+        if (self.force_after is None) != (not self.force_phrase):
+            raise ValueError("force_after and force_phrase go together: give both, or leave both out")
+        if self.force_unless and self.force_after is None:
+            raise ValueError("force_unless does nothing without force_after and force_phrase; leave it out")
+        if self.force_phrase and any(stop in self.force_phrase for stop in self.stop):
+            raise ValueError("force_phrase holds a stop string, which would end every answer it is put into")
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -642,6 +696,37 @@ class Config(Section):
             rate = 1e-5 if self.adapter.kind == "none" else 1e-4
             object.__setattr__(self, "train", self.train.model_copy(update={"learning_rate": rate}))
         return self
+
+    @model_validator(mode="after")
+    def _sensible_together(self) -> Config:
+        for nonsense, reason in self._refusals():
+            if nonsense:
+                raise ValueError(reason)
+        return self
+
+    def _refusals(self) -> Iterator[tuple[bool, str]]:
+        """Settings of several sections that make no sense together, and why."""
+        bitwise, sleep, schedule = self.model.parity == "bitwise", self.generate.sleep, self.schedule
+        yield (
+            bitwise and self.generate.dtype != "float32",
+            f"model.parity bitwise can't be had with generate.dtype {self.generate.dtype}, since the trainer's weights "
+            "are float32; take generate.dtype float32, or model.parity close",
+        )
+        yield (
+            bitwise and self.train.compute_dtype != "float32",
+            f"model.parity bitwise can't be had with train.compute_dtype {self.train.compute_dtype}, since the engine's "
+            "products are float32; take train.compute_dtype float32, or model.parity close",
+        )
+        yield (
+            sleep != "none" and schedule.overlap and schedule.run_ahead > 0,
+            f"generate.sleep {sleep} stops generation while a batch is trained, and schedule.overlap lets rollouts go "
+            "on; set schedule.overlap to false, so that they pause, or schedule.run_ahead to 0",
+        )
+        yield (
+            sleep == "weights" and self.adapter.kind != "none",
+            f"generate.sleep weights gives back what a sync brings, which with adapter.kind {self.adapter.kind} is the "
+            "adapter alone; take cache",
+        )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from headway.generate.canary import Canaries, CanarySettings
 from headway.generate.episode import Episodes, Sampling, generated
 from headway.generate.torch_engine import TorchEngine
 from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
-from headway.models.policy import Policy, load_policy, load_tokenizer, save_policy
+from headway.models.distribution import Shape
+from headway.models.policy import Policy, in_dtype, load_policy, load_tokenizer, save_policy
 from headway.models.value import ValueModel
 from headway.models.weights import fingerprint
 from headway.objectives.parts import Objective
@@ -32,7 +33,7 @@ from headway.prepare.prepare import prepare_batch
 from headway.render import end_ids, render_prompts
 from headway.reports.folder import RunFolder
 from headway.score import make_scorer
-from headway.stages import Generated, Restored, Scored, Scorer, Ticket, Trained
+from headway.stages import Force, Generated, Restored, Scored, Scorer, Ticket, Trained
 from headway.sync.memory import MemorySync
 from headway.train.critic import LocalCritic
 from headway.train.local import LocalTrainer
@@ -95,7 +96,10 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         say(f"{split.num_left_out} prompts are left out of training: their text is that of a held-out one")
     say("loading the model")
     tokenizer = load_tokenizer(config.model.path)
-    trainer_policy = load_policy(config.model.path, config.model.device, config.adapter, config.run.seed)
+    torch.set_num_threads(_num_threads(config))  # parity is tried with as many as will compute
+    trainer_policy = load_policy(
+        config.model.path, config.model.device, config.adapter, config.run.seed, config.model.parity
+    )
     sampling, evaluation = _samplings(config, tokenizer)
     render = partial(
         render_prompts,
@@ -121,7 +125,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
             critic.load(checkpoint.folder)
     return Parts(
         config=config,
-        engine_policy=copy.deepcopy(trainer_policy),  # the same base, adapter and frame, in storage of its own
+        engine_policy=_engine_policy(config, trainer_policy),
         engine_cores=engine_cores,
         trainer_policy=trainer_policy,
         trainer=trainer,
@@ -141,6 +145,12 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     )
 
 
+def _engine_policy(config: Config, trainer_policy: Policy) -> Policy:
+    """The same base, adapter and frame, in storage of its own, and in the engine's dtype."""
+    policy = copy.deepcopy(trainer_policy)
+    return policy if config.generate.dtype == "float32" else in_dtype(policy, torch.bfloat16)
+
+
 def _samplings(config: Config, tokenizer: Any) -> tuple[Sampling, Sampling]:
     """How training rollouts are sampled, and how held-out prompts are answered."""
     _check_stop_strings(config.generate.stop, tokenizer)
@@ -149,9 +159,29 @@ def _samplings(config: Config, tokenizer: Any) -> tuple[Sampling, Sampling]:
         temperature=config.generate.temperature,
         end_ids=end_ids(tokenizer, config.generate.end_tokens),
         stop=config.generate.stop,
+        top_k=config.generate.top_k,
+        top_p=config.generate.top_p,
+        min_p=config.generate.min_p,
+        repetition_penalty=config.generate.repetition_penalty,
+        force=_force(config, tokenizer),
     )
     evaluation_tokens = config.evaluate.max_new_tokens or sampling.max_new_tokens
     return sampling, replace(sampling, max_new_tokens=evaluation_tokens, temperature=0.0)
+
+
+def _force(config: Config, tokenizer: Any) -> Force | None:
+    """The phrase that is put into answers that are long; it has to leave room for one token more."""
+    settings = config.generate
+    if settings.force_after is None:
+        return None
+    tokens = tuple(tokenizer.encode(settings.force_phrase, add_special_tokens=False))
+    needed = settings.force_after + len(tokens) + 1
+    if needed > settings.max_new_tokens:
+        raise UserError(
+            f"generate.force_after {settings.force_after} and the {len(tokens)} tokens of generate.force_phrase leave "
+            f"no room for an answer in generate.max_new_tokens {settings.max_new_tokens}: give at least {needed}"
+        )
+    return Force(settings.force_after, tokens, settings.force_unless)
 
 
 def _check_stop_strings(stop: Sequence[str], tokenizer: Any) -> None:
@@ -183,7 +213,7 @@ def _trainer(config: Config, policy: Policy, reference: Policy | None, cores: Co
     return LocalTrainer(
         policy,
         config.train,
-        temperature=config.generate.temperature,
+        shape=Shape(config.generate.temperature, config.generate.repetition_penalty),
         num_steps=_num_updates(config, config.run.steps - config.critic.value_warmup_steps),
         cores=cores,
         reference=reference,
@@ -262,12 +292,20 @@ def _check_adapter(config: Config, checkpoint: Checkpoint) -> None:
             )
 
 
+def _num_threads(config: Config) -> int:
+    return config.run.threads or os.cpu_count() or 1
+
+
 def _claims(config: Config) -> tuple[Cores, Cores]:
-    """The engine's and the trainer's claim to CPU cores."""
-    threads = config.run.threads or os.cpu_count() or 1
+    """The engine's and the trainer's claim to CPU cores.
+
+    How a gradient's sums are split must not depend on what the engine does, in a run that can be repeated in every bit.
+    """
+    threads = _num_threads(config)
     if config.run.share_cores:
         pool = CorePool(threads)
-        return SharedCores(pool), SharedCores(pool)
+        repeatable = config.model.parity == "bitwise" and config.schedule.run_ahead == 0
+        return SharedCores(pool), SharedCores(pool, always_all=repeatable)
     return FixedCores(threads), FixedCores(threads)
 
 
@@ -286,13 +324,18 @@ class InProcessStages:
             cores=parts.engine_cores,
             version=parts.version,
             spare_lanes=len(canaries.lengths),
+            cache_bytes=config.generate.cache_bytes,
+            prefill_tokens=config.generate.prefill_tokens,
         )
         self._canaries = Canaries(self._engine, parts.source, canaries)
         self._episodes = Episodes(
             self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
         )
         self._sync = MemorySync(
-            self._engine, verify=config.sync.verify, recompute=config.schedule.in_flight == "recompute"
+            self._engine,
+            verify=config.sync.verify,
+            recompute=config.schedule.in_flight == "recompute",
+            dtypes={name: tensor.dtype for name, tensor in parts.engine_policy.weights().items()},
         )
 
     async def catch_up(self) -> None:
@@ -328,6 +371,8 @@ class InProcessStages:
 
     async def prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int) -> Batch:
         canaries = await self._canaries.finished()
+        if (sleep := self._parts.config.generate.sleep) != "none":
+            await self._engine.sleep(weights=sleep == "weights")
         return await self._on_trainer_thread(lambda: self._prepare(groups, version, canaries))
 
     def _prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int, canaries: Sequence[Rollout]) -> Batch:
@@ -365,7 +410,11 @@ class InProcessStages:
         result = await self._on_trainer_thread(step)
         self._keep_rollouts(batch, result)
         weights = parts.trainer.weights()
-        return Trained(weights, {**result.metrics, **_sizes(parts.trainer_policy, weights)})
+        metrics = {**result.metrics, **_sizes(parts.trainer_policy, weights)}
+        if config.model.parity == "bitwise":
+            recomputed = config.schedule.in_flight == "recompute"
+            metrics["unequal_tokens"] = _unequal_tokens(batch, result.log_ratios, recomputed=recomputed)
+        return Trained(weights, metrics)
 
     def _keep_rollouts(self, batch: Batch, result: StepResult) -> None:
         wanted = min(self._parts.config.report.rollouts_per_step, len(batch.rollouts))
@@ -389,6 +438,7 @@ class InProcessStages:
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         await self._sync.sync(weights, version)
+        await self._engine.wake()
         await self._canaries.start(version)
 
     async def save(self, progress: Mapping[str, Any], tickets: Sequence[Ticket]) -> None:
@@ -443,6 +493,20 @@ def _sizes(policy: Policy, weights: Mapping[str, torch.Tensor]) -> dict[str, int
         "trainable_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
         "sync_bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
     }
+
+
+def _unequal_tokens(batch: Batch, log_ratios: Sequence[Sequence[float]], *, recomputed: bool) -> float:
+    """Tokens of lag 0 whose log-prob is not the trainer's in every bit; nan is not.
+
+    Canaries are among them. Tokens that follow older ones of their rollout are so only where what they follow is always
+    computed again under new weights.
+    """
+    num_unequal = batch.metrics.get("canary_unequal_tokens", 0.0)
+    for rollout, ratios in zip(batch.rollouts, log_ratios, strict=True):
+        if recomputed or set(rollout.versions) == {batch.version}:
+            of_tokens = zip(rollout.versions, _by_token(rollout, ratios), strict=True)
+            num_unequal += sum(version == batch.version and ratio not in (None, 0) for version, ratio in of_tokens)
+    return num_unequal
 
 
 def _by_token(rollout: Rollout, log_ratios: Sequence[float]) -> list[float | None]:

@@ -121,13 +121,28 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What an engine returns: ids, behaviour log-probs and versions, one of each per token, and why it ended."""
+    """What an engine returns: ids, behaviour log-probs and versions, one of each per token, and why it ended.
+
+    mask: False for tokens that were put in, not sampled; their log-prob is 0. kept: the ids among which each token was
+    drawn, in ascending order, None for one that could have been any; None where that holds for all of them.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: FinishReason
     text: str
+    mask: tuple[bool, ...]
+    kept: tuple[Sequence[int] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """A phrase that is put in after `after_tokens` sampled ones, unless the answer holds `unless` by then."""
+
+    after_tokens: int
+    tokens: tuple[int, ...]
+    unless: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +150,8 @@ class SampleRequest:
     """One rollout to sample. Token `t` is drawn with uniform `t` of the stream that `seed_key` names.
 
     max_new_tokens: of the whole answer; temperature: 0 means greedy; end_ids: ids that end the rollout and are part of
-    it; stop: strings that end it; every id sampled so far is kept. so_far: an interrupted sample of this rollout to go
+    it; stop: strings that end it; every id sampled so far is kept. top_k (0: all), top_p, min_p, repetition_penalty (1:
+    none): as in `models.distribution`; force: a phrase to put in. so_far: an interrupted sample of this rollout to go
     on from; pause_after: it is interrupted after so many more tokens. spare: it takes one of the engine's spare lanes,
     which no ticket is for. A request is itself: two that look alike are two rollouts.
     """
@@ -146,6 +162,11 @@ class SampleRequest:
     temperature: float = 1.0
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    force: Force | None = None
     so_far: Sample | None = None
     pause_after: int | None = None
     spare: bool = False
@@ -178,6 +199,17 @@ class Generator(Protocol):
 
     async def fingerprint(self) -> str:
         """A hash of every weight the engine samples from, taken at a token boundary."""
+        ...
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        """Give back the memory of the cache, and with `weights` that of the weights that `load` brings.
+
+        Rollouts in flight stand still; what they stand on is computed again after `wake`.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on. Raises UserError where the weights are gone and none have been loaded."""
         ...
 
     async def close(self) -> None: ...

@@ -8,7 +8,7 @@ said of it; a `Receipt` is all the scheduler may know of it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +27,10 @@ Straggler = Literal["drop", "interrupt", "restart"]
 
 InFlight = Literal["keep", "recompute", "drain", "restart", "pinned"]
 """What becomes of rollouts in flight when there are new weights."""
+
+
+Parity = Literal["close", "bitwise"]
+"""How near the engine's log-probs are to the trainer's: to rounding in float32, or in every bit."""
 
 
 class UserError(ValueError):
@@ -84,6 +88,7 @@ class Rollout:
     versions: the version of the weights that sampled each token.
     mask: True where the token was sampled and may be trained; False for text that others wrote.
     text: the decoded answer as graded, cut before a stop string; tokens are never derived from it.
+    kept: the ids among which each token was drawn, None for one that could have been any; None: that holds for all.
     """
 
     prompt: Prompt
@@ -95,9 +100,11 @@ class Rollout:
     mask: tuple[bool, ...]
     finish: FinishReason
     text: str
+    kept: tuple[Sequence[int] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
+        lengths |= {len(self.kept)} if self.kept is not None else set()
         assert len(lengths) == 1, f"per-token fields of a rollout differ in length: {lengths}"
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from headway.batch import Batch
 from headway.config import Train
+from headway.models.distribution import Shape
 from headway.models.policy import Policy
 from headway.models.rows import Rows
 from headway.models.value import ValueModel
@@ -80,7 +81,7 @@ def make_trainer(
     return LocalTrainer(
         policy,
         Train(**{"learning_rate": 1e-3, **settings}),
-        temperature=temperature,
+        shape=Shape(temperature),
         num_steps=num_steps,
         reference=copy.deepcopy(policy) if with_reference else None,
     )

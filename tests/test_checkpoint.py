@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,16 @@ def test_rollouts_are_read_as_they_were_written(tmp_path):
     """Bit for bit, with prompts and epochs that their groups name."""
     write(tmp_path, 1, rollouts=ROLLOUTS)
     assert newest_checkpoint(tmp_path).rollouts(prompt_at) == ROLLOUTS
+
+
+def test_kept_sets_are_read_as_they_were_written(tmp_path):
+    """Ids in four bytes each, as the engine records them; None for what was put in or could have been any."""
+    sets = (array("i", [3, 7, 149_999]), None, array("i", [0]), None)
+    truncated = [replace(one, rollout=replace(one.rollout, kept=sets[: len(one.rollout.tokens)])) for one in ROLLOUTS]
+    write(tmp_path, 1, rollouts=[*truncated, ROLLOUTS[0]])
+    restored = newest_checkpoint(tmp_path).rollouts(prompt_at)
+    assert restored == [*truncated, ROLLOUTS[0]]
+    assert [ids is None or ids.typecode for ids in restored[0].rollout.kept] == ["i", True, "i", True]
 
 
 def test_a_rollout_is_a_line_without_its_prompt(tmp_path):

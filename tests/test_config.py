@@ -300,6 +300,56 @@ def test_a_schedule_that_makes_no_sense_is_refused_with_its_reason(words, reason
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "--parity bitwise --generate.dtype bfloat16",
+            "model.parity bitwise can't be had with generate.dtype bfloat16, since the trainer's weights are float32; "
+            "take generate.dtype float32, or model.parity close",
+        ),
+        (
+            "--parity bitwise --compute-dtype bfloat16",
+            "model.parity bitwise can't be had with train.compute_dtype bfloat16, since the engine's products are "
+            "float32; take train.compute_dtype float32, or model.parity close",
+        ),
+        *(
+            (
+                f"--sleep {sleep} --run-ahead 0.5{in_flight}",
+                f"generate.sleep {sleep} stops generation while a batch is trained, and schedule.overlap lets rollouts "
+                "go on; set schedule.overlap to false, so that they pause, or schedule.run_ahead to 0",
+            )
+            for sleep, in_flight in (("cache", ""), ("cache", " --in-flight drain"), ("weights", ""))
+        ),
+        *(
+            (
+                f"--sleep weights --run-ahead 0 --adapter.kind {kind}",
+                f"generate.sleep weights gives back what a sync brings, which with adapter.kind {kind} is the adapter "
+                "alone; take cache",
+            )
+            for kind in ("lora", "tinylora")
+        ),
+    ],
+)
+def test_sections_that_make_no_sense_together_are_refused_with_the_reason(words, reason):
+    assert refusal(None, *words.split()) == f"command line: {reason}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--sleep cache --run-ahead 0",
+        "--sleep weights --run-ahead 0",
+        "--sleep weights --run-ahead 2 --overlap false",
+        "--sleep cache --run-ahead 0 --adapter.kind lora",
+        "--generate.dtype bfloat16 --compute-dtype bfloat16",
+        "--parity bitwise --run-ahead 2",
+    ],
+)
+def test_sections_that_go_together_are_not_refused(words):
+    config.resolve(None, words.split())
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--stragglers accept",

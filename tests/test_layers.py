@@ -17,6 +17,7 @@ HEAVY = {"torch", "numpy", "transformers", "ray", "vllm", "sglang", "pandas"}
 LIGHT_PACKAGES = ("schedule", "simulate", "reports")
 LIGHT = [
     *("headway.cli", "headway.run", "headway.sweep", "headway.simulation", "headway.program"),
+    "headway.mismatch.setting",
     *("headway.config", "headway.data", "headway.render", "headway.checkpoint"),
     *("headway.stages", "headway.clock", "headway.trace", "headway.types", "headway.objectives.named"),
     *(

@@ -105,10 +105,11 @@ def play(tmp_path: Path, settings: config.Config) -> Played:
     return Played(parts, start, hashes, [event["metrics"] for event in events if event.kind == "trained"])
 
 
+@pytest.mark.parametrize("parity", ["close", "bitwise"])
 @pytest.mark.parametrize("run_ahead", [0, 2])
-def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
+def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float, parity: str):
     model_folder = tiny.write_model_folder(tmp_path / "model", attention_dropout=0.1)
-    played = play(tmp_path, configuration(model_folder, run_ahead))
+    played = play(tmp_path, configuration(model_folder, run_ahead, model__parity=parity))
     metrics = played.metrics
     assert played.parts.engine_policy.model.config.attention_dropout == 0.1
     assert len(metrics) == len(played.hashes) == ROUNDS
@@ -123,6 +124,16 @@ def test_b14_five_rounds_change_nothing(tmp_path: Path, run_ahead: float):
         assert abs(figures["canary_kl_k1"]) < 1e-6
         assert figures["canary_max_abs_log_ratio"] < 1e-5
         assert figures["grad_norm"] > 0
+        if parity == "bitwise":
+            exact = (
+                "mismatch_kl_k1",
+                "mismatch_kl_k3",
+                "max_abs_log_ratio",
+                "canary_kl_k1",
+                "canary_max_abs_log_ratio",
+            )
+            assert {figures[name] for name in (*exact, "unequal_tokens")} == {0.0}
+            assert figures["ratio_min"] == figures["ratio_max"] == 1.0
     assert set(played.hashes) == {(played.start, played.start)}
     if run_ahead:
         assert any(name.startswith("tokens/lag_") and name != "tokens/lag_0" for figures in metrics for name in figures)

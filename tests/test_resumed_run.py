@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headway import cli, run
 from headway.checkpoint import newest_checkpoint
+from headway.models.weights import fingerprint
 from headway.reports.folder import CHECKPOINTS
 from headway.reports.summary import kept_steps
 from headway.trace import Event, read_trace
@@ -330,17 +332,21 @@ def has_checkpoint(folder: Path) -> bool:
 
 @dataclass
 class Life:
-    """A run that is started, killed at a moment that `chance` picks, and started again, until its data end."""
+    """A run that is started, killed at a moment that `chance` picks, and started again, until its data end.
+
+    num_kills: after so many deaths, of all lives that are counted together, it is left alone.
+    """
 
     folder: Path
     first: list[str]
     forks: Any
     chance: random.Random
+    num_kills: int = NUM_KILLS
 
     def until_the_end(self, deaths: Deaths) -> None:
         while True:
             command, num_starts = self._command(), self._num_starts()
-            if self._ended(command, to_be_killed=deaths.num < NUM_KILLS):
+            if self._ended(command, to_be_killed=deaths.num < self.num_kills):
                 return
             deaths.note(self.folder, in_training=self._num_starts() > num_starts)
 
@@ -397,6 +403,49 @@ def test_kill_9_at_twenty_random_moments_loses_no_prompt_and_trains_none_twice(
     assert deaths.in_training > NUM_KILLS / 2
     assert deaths.finished > 0
     assert deaths.partial > 0
+
+
+@pytest.mark.slow
+def test_kill_9_at_twenty_random_moments_ends_in_the_same_weights_with_bitwise_parity(
+    working_folder: Path, model_folder: Path, forks
+):
+    """Synchronous, on two threads, with evaluations beside training, two optimizer steps and several micro-batches."""
+    (working_folder / "recipe.toml").touch()
+    own = {
+        **FLAGS,
+        "model.path": model_folder,
+        "model.parity": "bitwise",
+        "run.threads": 2,
+        "schedule.run_ahead": 0,
+        "schedule.batch_size": 8,
+        "data.size": 100,
+        "train.optimizer_steps": 2,
+        "train.learning_rate_schedule": "cosine",
+        "run.steps": 25,
+        "evaluate.size": 5,
+        "evaluate.every": 3,
+        "prepare.micro_batch_tokens": 60,
+        "checkpoint.every": 2,
+    }
+    deaths, chance, ends = Deaths(), random.Random(5), set()
+    for number in range(99):
+        num_kills = NUM_KILLS if number else 0
+        if number and deaths.num == NUM_KILLS:
+            break
+        folder = working_folder / f"run-{number}"
+        first = ["train", "recipe.toml", *(f"--{name}={value}" for name, value in {**own, "run.out": folder}.items())]
+        Life(folder, first, forks, chance, num_kills).until_the_end(deaths)
+        state = torch.load(newest_checkpoint(folder / CHECKPOINTS).folder / "trainer.pt", weights_only=True)
+        ends.add(fingerprint(state["weights"]))
+        assert all(row["unequal_tokens"] == 0 for row in trained_rows(folder))
+    print(f"{number} runs; {deaths}")
+    assert deaths.in_training > NUM_KILLS / 2
+    assert len(ends) == 1
+
+
+def trained_rows(folder: Path) -> list[dict[str, Any]]:
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in every if "loss" in row]
 
 
 def assert_drained(folder: Path) -> None:

@@ -134,16 +134,18 @@ def test_what_comes_to_max_lag_begins_again_and_then_is_interrupted(play):
 
 
 def test_new_weights_with_a_new_cache(play, monkeypatch):
-    refreshed = []
-    refresh = TorchEngine._refresh_cache
+    in_flight = []
+    load = TorchEngine._load
 
-    def watched(engine: TorchEngine) -> None:
-        refreshed.append(engine._cache_is_stale and len(engine._lanes))
-        refresh(engine)
+    def watched(engine: TorchEngine, weights: Any, version: int, recompute: bool) -> None:
+        load(engine, weights, version, recompute)
+        assert recompute
+        in_flight.append(len(engine._lanes))
+        assert all(lane.cached == 0 for lane in engine._lanes)
 
-    monkeypatch.setattr(TorchEngine, "_refresh_cache", watched)
+    monkeypatch.setattr(TorchEngine, "_load", watched)
     played = play(schedule__in_flight="recompute")
-    assert sum(num > 0 for num in refreshed) >= STEPS // 2
+    assert sum(num > 0 for num in in_flight) >= STEPS // 2
     assert any(len(event["versions"]) > 1 for event in played.of("generated"))
 
 
@@ -218,13 +220,13 @@ def test_groups_of_equal_rewards_are_replaced(play):
 
 def test_rollouts_over_their_deadline_are_interrupted(play, monkeypatch):
     """Tokens of 2 ms, 50 ms for 40 of them."""
-    sample = TorchEngine._sample_one_token_everywhere
+    next_tokens = TorchEngine._next_tokens
 
     def slowly(engine: TorchEngine) -> None:
         time.sleep(0.002)
-        sample(engine)
+        next_tokens(engine)
 
-    monkeypatch.setattr(TorchEngine, "_sample_one_token_everywhere", slowly)
+    monkeypatch.setattr(TorchEngine, "_next_tokens", slowly)
     played = play(schedule__deadline_s=0.05)
     assert played.finishes()["interrupted", "deadline"] > 0
     assert ("interrupted", "max_lag") not in played.finishes()

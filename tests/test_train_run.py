@@ -320,7 +320,7 @@ def test_a_stage_that_fails_ends_the_run_with_its_cause(
         stage
     ]
     if stage == "generate":
-        monkeypatch.setattr(headway.in_process.TorchEngine, "_prefill", fail)
+        monkeypatch.setattr(headway.in_process.TorchEngine, "_make_pass", fail)
     else:
         monkeypatch.setattr(headway.in_process, name, fail)
     with pytest.raises((OSError, RuntimeError), match=f"no {stage} today"):

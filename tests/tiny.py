@@ -14,9 +14,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headway.models.attention import PackedAttention, Segment
+from headway.models.attention import Segment
 from headway.models.distribution import Head
+from headway.models.paged import LayerShape
 from headway.models.policy import Policy, as_policy
+from headway.models.products import ProductLinear
 from headway.types import Prompt, Rollout, Score, ScoredRollout
 
 CHARACTERS = "0123456789+-=? abcdefghijklm"
@@ -53,6 +55,22 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", _SIZES),
     "granite": ("GraniteConfig", {**_SIZES, "logits_scaling": 8.0}),
     "gemma2": ("Gemma2Config", {**_SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0}),
+    "gemma": ("GemmaConfig", {**_SIZES, "head_dim": 8}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_SIZES,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "gpt_oss": ("GptOssConfig", {**_SIZES, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -78,6 +96,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {name: _SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
     ),
     "lfm2": ("Lfm2Config", {**_SIZES, "layer_types": ["conv", "full_attention"]}),
+    "qwen3_next": ("Qwen3NextConfig", {**_SIZES, "head_dim": 8}),
+    "stablelm": ("StableLmConfig", _SIZES),
     "mamba": ("MambaConfig", {"vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 2}),
 }
 
@@ -114,7 +134,7 @@ class Bigram(torch.nn.Module):
 
 def make_bigram(logits_by_previous: Sequence[Sequence[float]]) -> Policy:
     model = Bigram(logits_by_previous)
-    return Policy(model, Head(model.table_VD))
+    return Policy(model, Head(model.table_VD), (LayerShape(1, 1, 1),))
 
 
 def make_chain(*tokens: int, vocabulary: int = 10) -> Policy:
@@ -156,9 +176,12 @@ def random_ids(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def plain(policy: Policy) -> Any:
-    """A copy of the policy's model as `transformers` runs it, without Headway's attention."""
+    """A copy of the policy's model as `transformers` runs it, without Headway's attention and matrix products."""
     model = copy.deepcopy(policy.model)
     model.set_attn_implementation("eager")
+    ours: list[Any] = [module for module in model.modules() if type(module) is ProductLinear]
+    for module in ours:
+        module.__class__ = torch.nn.Linear
     return model
 
 
@@ -167,7 +190,7 @@ def packed_hidden(policy: Policy, sequences: Sequence[torch.Tensor]) -> list[tor
     lengths = [len(ids) for ids in sequences]
     segments = [Segment(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
     positions_T = torch.cat([torch.arange(length) for length in lengths])
-    hidden_TD = policy.hidden(torch.cat(list(sequences)), positions_T, PackedAttention(segments, policy.device))
+    hidden_TD = policy.hidden(torch.cat(list(sequences)), positions_T, policy.packed(segments))
     return list(hidden_TD.split(lengths))
 
 
@@ -192,6 +215,7 @@ def rollout(
     versions: Sequence[int] | None = None,
     mask: Sequence[bool] | None = None,
     finish: Any = "stop",
+    kept: Sequence[Sequence[int] | None] | None = None,
 ) -> Rollout:
     length = len(tokens)
     return Rollout(
@@ -204,6 +228,7 @@ def rollout(
         mask=tuple(mask) if mask is not None else (True,) * length,
         finish=finish,
         text=decode(tokens),
+        kept=None if kept is None else tuple(kept),
     )
 
 

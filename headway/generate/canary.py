@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headway.data import PromptSource
 from headway.generate.episode import Sampling, rollout_of
-from headway.stages import Generator, SampleRequest
+from headway.stages import Generator
 from headway.types import Rollout
 
 NUM_ROLLOUTS = 2
@@ -51,18 +51,9 @@ class Canaries:
 
     async def _sample(self, version: int, member: int, length: int) -> Rollout:
         prompt, epoch = self._source.at((version * NUM_ROLLOUTS + member) % len(self._source))
-        sampling = self._settings.sampling
-        sample = await self._engine.sample(
-            SampleRequest(
-                prompt=prompt,
-                seed_key=(self._settings.seed, "canary", version, member),
-                max_new_tokens=length,
-                temperature=sampling.temperature,
-                end_ids=sampling.end_ids,
-                stop=sampling.stop,
-                spare=True,
-            )
-        )
+        sampling, seed_key = self._settings.sampling, (self._settings.seed, "canary", version, member)
+        request = sampling.request(prompt, seed_key, max_new_tokens=length, spare=True)
+        sample = await self._engine.sample(request)
         return rollout_of(prompt, epoch, member, sample)
 
     async def finished(self) -> list[Rollout]:

@@ -7,18 +7,51 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 from headway.data import PromptSource
-from headway.stages import Generated, Generator, Sample, SampleRequest, Ticket
+from headway.stages import Force, Generated, Generator, Sample, SampleRequest, Ticket
 from headway.types import Prompt, Receipt, Rollout
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, the same for every prompt. Temperature 0 is greedy."""
+    """How answers are sampled, the same for every prompt; as in `stages.SampleRequest`. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float
     end_ids: frozenset[int]
     stop: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    force: Force | None = None
+
+    def request(
+        self,
+        prompt: Prompt,
+        seed_key: tuple[int | str, ...],
+        *,
+        max_new_tokens: int | None = None,
+        so_far: Sample | None = None,
+        pause_after: int | None = None,
+        spare: bool = False,
+    ) -> SampleRequest:
+        """To sample an answer to this prompt. max_new_tokens: instead of the usual budget."""
+        return SampleRequest(
+            prompt=prompt,
+            seed_key=seed_key,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            temperature=self.temperature,
+            end_ids=self.end_ids,
+            stop=self.stop,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            force=self.force,
+            so_far=so_far,
+            pause_after=pause_after,
+            spare=spare,
+        )
 
 
 @dataclass
@@ -97,13 +130,9 @@ class Episodes:
         else:
             (prompt, epoch), sampling = self.source.at(ticket.group), self.sampling
         turn = 0
-        request = SampleRequest(
-            prompt=prompt,
-            seed_key=(self.seed, prompt.uid, epoch, ticket.member, turn),
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            end_ids=sampling.end_ids,
-            stop=sampling.stop,
+        request = sampling.request(
+            prompt,
+            (self.seed, prompt.uid, epoch, ticket.member, turn),
             so_far=None if ticket.ref is None else sample_of(ticket.ref),
             pause_after=None if ticket.max_tokens is None else int(ticket.max_tokens),
         )
@@ -118,11 +147,13 @@ def generated(rollout: Rollout) -> Generated:
 
 def sample_of(rollout: Rollout) -> Sample:
     """What the engine had said of a single-turn rollout."""
-    return Sample(rollout.tokens, rollout.logprobs, rollout.versions, rollout.finish, rollout.text)
+    return Sample(
+        rollout.tokens, rollout.logprobs, rollout.versions, rollout.finish, rollout.text, rollout.mask, rollout.kept
+    )
 
 
 def rollout_of(prompt: Prompt, epoch: int, member: int, sample: Sample) -> Rollout:
-    """A sampled answer as the rollout of its prompt; every token of it may be trained."""
+    """A sampled answer as the rollout of its prompt; every token that was sampled may be trained."""
     return Rollout(
         prompt=prompt,
         epoch=epoch,
@@ -130,7 +161,8 @@ def rollout_of(prompt: Prompt, epoch: int, member: int, sample: Sample) -> Rollo
         tokens=sample.tokens,
         logprobs=sample.logprobs,
         versions=sample.versions,
-        mask=(True,) * len(sample.tokens),
+        mask=sample.mask,
         finish=sample.finish,
         text=sample.text,
+        kept=sample.kept,
     )

@@ -1,89 +1,84 @@
 """The embedded engine: continuous batching over any policy, on a thread of its own.
 
-At every token boundary the engine obeys what has arrived (new rollouts, interruptions, new weights), prefills what it
-does not know yet, and samples one token in every lane. A finished rollout's lane is refilled at the next boundary.
-The event loop only ever queues a command and awaits a future; it is never blocked by a forward pass.
+At every token boundary the engine obeys what has arrived (new rollouts, interruptions, new weights), then makes one
+forward pass: one new token for every rollout that is under way, and beside them a bounded number of tokens of prompts
+(and of rollouts that go on) whose keys and values are still missing, so that a long prompt holds nobody up. Whoever has
+the state that predicts his next token then draws it. The event loop only ever queues a command and awaits a future; it
+is never blocked by a forward pass.
 
 What a rollout stands on when it gets a lane, its prompt and whatever it had sampled before it was interrupted, is
 computed under the weights of that moment. Later weights leave its keys and values as they are, unless they come with
 the word to recompute them.
+
+Keys and values lie in blocks of a pool of a fixed size. When it is full, the rollout that was admitted last gives way:
+it waits with all its tokens, and goes on when there is room.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import queue
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 
-from headway.generate.randomness import stream_key, uniforms
-from headway.models.attention import CachedAttention, KeyValueCache, PackedAttention, Segment
+from headway.generate.lane import Decode, Lane
+from headway.generate.prefixes import Prefix, Prefixes
+from headway.generate.randomness import uniforms
 from headway.models.cores import Cores
 from headway.models.distribution import sample
+from headway.models.paged import CachedPass, KeyValuePool, Stretch, num_blocks_for
 from headway.models.policy import Policy
-from headway.models.weights import assign_weights, fingerprint
+from headway.models.weights import assign_weights, fingerprint, free_storage, take_storage
 from headway.stages import Sample, SampleRequest
 from headway.types import FinishReason, UserError
 
-KNOWN_PROMPTS = 8
-"""Prompts whose keys and values are kept for the members of a group that start later."""
-
-PREFILL_TOKENS = 8192
-"""Tokens that one prefill pass may hold."""
-
-Tokens = tuple[int, ...]
-
-
-@dataclass(eq=False)
-class _Lane:
-    """A rollout that waits for a lane or holds one. `length`: tokens whose keys and values are cached.
-
-    Between two passes that is all of them but the newest, which the next pass is given.
-    """
-
-    request: SampleRequest
-    answer: asyncio.Future[Sample]
-    key: int
-    length: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    pause_at: float = math.inf
-    aborted: bool = False
-
-    @staticmethod
-    def of(request: SampleRequest, answer: asyncio.Future[Sample]) -> _Lane:
-        lane = _Lane(request, answer, stream_key(*request.seed_key))
-        if before := request.so_far:
-            lane.tokens, lane.versions = list(before.tokens), list(before.versions)
-            lane.logprobs = list(before.logprobs)
-        if request.pause_after is not None:
-            lane.pause_at = len(lane.tokens) + request.pause_after
-        return lane
-
-    @property
-    def context(self) -> Tokens:
-        """All tokens that the next one follows."""
-        return (*self.request.prompt.tokens, *self.tokens)
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1] in self.request.end_ids
+PREFILL_TOKENS = 512
+"""Tokens of prompts, and of rollouts that go on, in one pass."""
 
 
 @dataclass(frozen=True)
-class _Prefilled:
-    """Keys and values [G, P, D] by layer of P tokens, and the hidden state [D] that predicts the token after them."""
+class EngineStatus:
+    """An engine at a token boundary.
 
-    kept: list[tuple[torch.Tensor, torch.Tensor]]
-    last_hidden_D: torch.Tensor
+    num_lanes, num_waiting: rollouts that hold a lane, and those that wait for one. Of the cache's blocks `blocks_free`
+    hold nothing and `blocks_unused` prompts on which no rollout stands. num_preempted: how often a rollout gave way so
+    far; num_passes: forward passes so far.
+    """
+
+    version: int
+    num_lanes: int
+    num_waiting: int
+    blocks: int
+    blocks_free: int
+    blocks_unused: int
+    num_preempted: int
+    num_passes: int
+    asleep: bool
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One stretch of a pass: of a lane's own tokens, or of a prompt."""
+
+    whose: Lane | Prefix
+    stretch: Stretch
+    ids: Sequence[int]
+
+    @property
+    def is_newest_token(self) -> bool:
+        """A rollout under way goes on, which nothing may hold up."""
+        return isinstance(self.whose, Lane) and self.whose.num_pending == 1
+
+    @property
+    def positions(self) -> range:
+        start = self.stretch.prefix_length + self.stretch.first
+        return range(start, start + self.stretch.num_rows)
 
 
 class TorchEngine:
@@ -91,7 +86,8 @@ class TorchEngine:
 
     policy: the engine's own copy of the weights; lanes: rollouts in flight at once (more requests than that wait);
     spare_lanes: as many more, for spare requests alone; decode: ids -> text; cores: its claim to CPU cores; version:
-    what the policy's weights are called.
+    what the policy's weights are called; cache_bytes: for keys and values (default: for full lanes, but at most a
+    quarter of the memory that is free now); prefill_tokens: of a pass, besides the new tokens of rollouts under way.
     """
 
     def __init__(
@@ -99,18 +95,30 @@ class TorchEngine:
         policy: Policy,
         *,
         lanes: int,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
         cores: Cores,
         version: int = 0,
         spare_lanes: int = 0,
+        cache_bytes: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         self._policy, self._decode, self._cores = policy, decode, cores
         self._num_lanes, self._num_spare, self._version = lanes, spare_lanes, version
-        self._lanes: list[_Lane] = []
-        self._waiting: deque[_Lane] = deque()
-        self._cache = KeyValueCache(lanes + spare_lanes)
-        self._cache_is_stale = False
-        self._known_prompts: OrderedDict[Tokens, _Prefilled] = OrderedDict()
+        self._prefill_tokens = prefill_tokens
+        self._lanes: list[Lane] = []
+        self._waiting: deque[Lane] = deque()
+        self._num_admitted = self._num_preempted = self._num_passes = 0
+        self._pool = KeyValuePool.sized(
+            policy.cache_shapes,
+            policy.dtype,
+            policy.device,
+            num_sequences=lanes + spare_lanes,
+            longest=policy.context_tokens,
+            num_bytes=cache_bytes,
+        )
+        self._blocks = self._pool.blocks
+        self._prefixes = Prefixes(self._blocks, max_unused=lanes)
+        self._is_asleep = self._lacks_weights = False
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
@@ -122,7 +130,7 @@ class TorchEngine:
 
     async def sample(self, request: SampleRequest) -> Sample:
         self._check(request)
-        lane = _Lane.of(request, asyncio.get_running_loop().create_future())
+        lane = Lane.of(request, asyncio.get_running_loop().create_future())
         self._command(lambda: self._take_in(lane), lane.answer)
         try:
             return await lane.answer
@@ -139,16 +147,20 @@ class TorchEngine:
         return await self._ask(lambda: self._peek(request))
 
     async def load(self, weights: Mapping[str, Any], version: int, *, recompute: bool = False) -> None:
-        def swap() -> None:
-            assign_weights(self._policy.weights(), weights)
-            self._version = version
-            self._known_prompts.clear()  # their keys and values belong to the old weights
-            self._cache_is_stale |= recompute
-
-        await self._ask(swap)
+        await self._ask(lambda: self._load(weights, version, recompute))
 
     async def fingerprint(self) -> str:
-        return await self._ask(lambda: fingerprint(self._policy.weights()))
+        return await self._ask(self._fingerprint)
+
+    async def sleep(self, *, weights: bool = False) -> None:
+        await self._ask(lambda: self._sleep(weights))
+
+    async def wake(self) -> None:
+        await self._ask(self._wake)
+
+    async def status(self) -> EngineStatus:
+        """Also checks, if nothing is in flight, that every block is accounted for."""
+        return await self._ask(self._status)
 
     async def close(self) -> None:
         """Ends the thread; whoever still waits for an answer gets an error. May be called again."""
@@ -184,17 +196,23 @@ class TorchEngine:
     def _check(self, request: SampleRequest) -> None:
         assert self._num_spare or not request.spare, "a spare request, and the engine has no spare lane"
         assert request.so_far is None or request.so_far.finish == "interrupted", "this rollout has ended"
-        needed = len(request.prompt.tokens) + request.max_new_tokens
-        if not request.prompt.tokens:
-            raise UserError(f"prompt {request.prompt.uid} has no tokens, and an answer needs something to follow")
-        if needed > self._policy.context_tokens:
+        prompt, budget = request.prompt, request.max_new_tokens
+        if not prompt.tokens:
+            raise UserError(f"prompt {prompt.uid} has no tokens, and an answer needs something to follow")
+        if len(prompt.tokens) + budget > self._policy.context_tokens:
             raise UserError(
-                f"prompt {request.prompt.uid} has {len(request.prompt.tokens)} tokens; with {request.max_new_tokens} "
-                f"new ones that is more than the model's context of {self._policy.context_tokens}: shorten it or lower "
-                "max_new_tokens"
+                f"prompt {prompt.uid} has {len(prompt.tokens)} tokens; with {budget} new ones that is more than the "
+                f"model's context of {self._policy.context_tokens}: shorten it or lower max_new_tokens"
+            )
+        needed = num_blocks_for(len(prompt.tokens)) + num_blocks_for(budget)
+        if needed > self._blocks.total:
+            raise UserError(
+                f"prompt {prompt.uid} has {len(prompt.tokens)} tokens; with {budget} new ones its keys and values take "
+                f"{needed * self._pool.block_bytes} bytes, and the cache has {self._pool.num_bytes}: raise "
+                "generate.cache_bytes or lower max_new_tokens"
             )
 
-    # ---- on the engine's thread
+    # ---- on the engine's thread: commands
 
     def _serve(self) -> None:
         try:
@@ -208,13 +226,9 @@ class TorchEngine:
 
     def _generate_until_idle(self) -> None:
         with self._cores.busy():
-            while (self._lanes or self._waiting) and not self._closed:
+            while (self._lanes or self._waiting) and not (self._closed or self._is_asleep):
                 with self._cores.unit():
-                    self._drop_aborted()
-                    self._refresh_cache()
-                    self._admit()
-                    if self._lanes:
-                        self._sample_one_token_everywhere()
+                    self._next_tokens()
                 self._obey(wait=False)
 
     def _obey(self, *, wait: bool) -> None:
@@ -238,12 +252,15 @@ class TorchEngine:
         for answer in answers:
             _post(answer, error=_told(failure))
 
-    def _take_in(self, lane: _Lane) -> None:
-        """A rollout waits for a lane, unless it has come as far as it may already."""
-        self._waiting.append(lane)
-        if finish := self._finish(lane):
+    def _take_in(self, lane: Lane) -> None:
+        """A rollout waits for a lane, unless it has come as far as it may already.
+
+        One that paused just where a phrase is put in gets it now.
+        """
+        if finish := self._end_of(lane):
             self._answer(lane, finish)
-            self._waiting.remove(lane)
+        else:
+            self._waiting.append(lane)
 
     def _interrupt(self, request: SampleRequest) -> None:
         lane = self._find(request)
@@ -253,169 +270,234 @@ class TorchEngine:
         if lane in self._waiting:
             self._waiting.remove(lane)
         else:
-            self._free(self._lanes.index(lane))
+            self._free(lane)
 
     def _peek(self, request: SampleRequest) -> Sample | None:
         lane = self._find(request)
-        return None if lane is None else self._sample(lane, "interrupted")
+        return None if lane is None else lane.sample("interrupted", self._decode)
 
-    def _find(self, request: SampleRequest) -> _Lane | None:
+    def _find(self, request: SampleRequest) -> Lane | None:
         return next((lane for lane in (*self._lanes, *self._waiting) if lane.request is request), None)
+
+    def _load(self, weights: Mapping[str, Any], version: int, recompute: bool) -> None:
+        own = self._policy.weights()
+        if self._lacks_weights:
+            take_storage(own)
+        assign_weights(own, weights)
+        self._lacks_weights, self._version = False, version
+        for lane in self._lanes:
+            if recompute or lane.prefix is None or not lane.prefix.is_complete or lane.num_pending > 1:
+                self._give_back_cache(lane)  # the last three had only begun to be computed
+        self._prefixes.forget()
+
+    def _fingerprint(self) -> str:
+        self._need_weights()
+        return fingerprint(self._policy.weights())
+
+    def _sleep(self, weights: bool) -> None:
+        for lane in self._lanes:
+            self._give_back_cache(lane)
+        self._prefixes.forget()
+        self._pool.release()
+        if weights and not self._lacks_weights:
+            free_storage(self._policy.weights())
+            self._lacks_weights = True
+        self._is_asleep = True
+
+    def _wake(self) -> None:
+        self._need_weights()
+        self._is_asleep = False
+
+    def _need_weights(self) -> None:
+        if self._lacks_weights:
+            raise UserError("the engine's weights were given up when it went to sleep: load new ones first")
+
+    def _status(self) -> EngineStatus:
+        if not self._lanes:
+            held = self._prefixes.num_blocks + self._blocks.num_free
+            assert held == self._blocks.total, f"{self._blocks.total - held} blocks of the cache are lost"
+        return EngineStatus(
+            version=self._version,
+            num_lanes=len(self._lanes),
+            num_waiting=len(self._waiting),
+            blocks=self._blocks.total,
+            blocks_free=self._blocks.num_free,
+            blocks_unused=self._prefixes.num_evictable,
+            num_preempted=self._num_preempted,
+            num_passes=self._num_passes,
+            asleep=self._is_asleep,
+        )
+
+    # ---- on the engine's thread: one token boundary
+
+    def _next_tokens(self) -> None:
+        self._drop_aborted()
+        self._admit()
+        if not self._lanes:
+            return
+        self._pool.allocate()
+        work = self._plan_pass()
+        ready = self._make_pass(work) if work else []
+        ready += self._first_tokens()
+        if ready:
+            self._draw([lane for lane, _ in ready], torch.stack([hidden_D for _, hidden_D in ready]))
 
     def _drop_aborted(self) -> None:
         self._waiting = deque(lane for lane in self._waiting if not lane.aborted)
-        for number in reversed(range(len(self._lanes))):
-            if self._lanes[number].aborted:
-                self._free(number)
-
-    def _free(self, number: int) -> None:
-        """Lanes in use stay the first ones: the last moves into the gap."""
-        last = self._lanes.pop()
-        if number < len(self._lanes):
-            self._lanes[number] = last
-            self._cache.move(len(self._lanes), number, last.length)
-
-    def _refresh_cache(self) -> None:
-        """Where new weights came with that word: the keys and values of all rollouts in flight, computed again."""
-        if not self._cache_is_stale:
-            return
-        cached = [lane.context[:-1] for lane in self._lanes]
-        for part in _parts(cached):
-            prefilled = self._prefill(part)
-            for number, tokens in enumerate(cached):
-                if tokens in prefilled:
-                    self._cache.write(number, prefilled[tokens].kept)
-        self._cache_is_stale = False
+        for lane in [lane for lane in self._lanes if lane.aborted]:
+            self._free(lane)
 
     def _admit(self) -> None:
-        """Hand waiting rollouts free lanes and sample their next token; what they stand on is prefilled once."""
-        joining = self._joining()
-        if not joining:
-            return
-        contexts = self._contexts(joining)
-        needed = max(len(lane.request.prompt.tokens) + lane.request.max_new_tokens for lane in joining)
-        hidden_ND = torch.stack([contexts[lane.context].last_hidden_D for lane in joining])
-        first = len(self._lanes)
-        for lane in joining:
-            context = contexts[lane.context]
-            self._cache.reserve(needed, context.kept)
-            self._cache.write(len(self._lanes), context.kept)
-            lane.length = len(lane.context)
+        """Hand waiting rollouts free lanes, as long as there is room for what they stand on and one block more."""
+        room = self._blocks.num_free + self._prefixes.num_evictable - self._prefixes.num_missing
+        for lane in self._joining():
+            prompt = lane.request.prompt.tokens
+            needed = self._prefixes.num_needed(prompt) + num_blocks_for(len(lane.tokens) + 1)
+            if needed > room and self._lanes:
+                return
+            room -= needed
+            lane.prefix = self._prefixes.stand_on(prompt)
+            lane.number = self._num_admitted
+            self._num_admitted += 1
             self._waiting.remove(lane)
             self._lanes.append(lane)
-        self._append_tokens(first, hidden_ND)
 
-    def _joining(self) -> list[_Lane]:
+    def _joining(self) -> list[Lane]:
         """Who waits and finds a free lane of its kind, first come, first served."""
         num_spare = sum(lane.request.spare for lane in self._lanes)
         free = {False: self._num_lanes - (len(self._lanes) - num_spare), True: self._num_spare - num_spare}
         return [lane for kind, num in free.items() for lane in islice(self._of_kind(kind), num)]
 
-    def _of_kind(self, spare: bool) -> Iterator[_Lane]:
+    def _of_kind(self, spare: bool) -> Iterator[Lane]:
         return (lane for lane in self._waiting if lane.request.spare == spare)
 
-    def _contexts(self, joining: list[_Lane]) -> dict[Tokens, _Prefilled]:
-        """What those that join stand on, prefilled where it isn't known. Prompts are kept, but for spare requests'."""
-        wanted = dict.fromkeys(lane.context for lane in joining)
-        found = {tokens: self._known_prompts[tokens] for tokens in wanted if tokens in self._known_prompts}
-        for part in _parts(tokens for tokens in wanted if tokens not in found):
-            found |= self._prefill(part)
-        for tokens in dict.fromkeys(lane.context for lane in joining if not (lane.tokens or lane.request.spare)):
-            self._known_prompts[tokens] = found[tokens]
-            self._known_prompts.move_to_end(tokens)
-        while len(self._known_prompts) > KNOWN_PROMPTS:
-            self._known_prompts.popitem(last=False)
-        return found
+    def _plan_pass(self) -> list[_Work]:
+        """Single tokens first, then as much of what is missing as a pass may hold; each with its blocks."""
+        planned: list[_Work] = []
+        allowed = self._prefill_tokens
+        begun: set[Prefix] = set()
+        for lane in sorted(self._lanes, key=lambda lane: lane.number):
+            if lane not in self._lanes:  # it has given way to one before it
+                continue
+            work = self._next_work(lane, begun, allowed)
+            if work is None:
+                continue
+            planned.append(work)
+            if isinstance(work.whose, Prefix):
+                begun.add(work.whose)
+            if not work.is_newest_token:
+                allowed -= work.stretch.num_rows
+        return sorted(planned, key=lambda work: not work.stretch.is_single)
 
-    def _prefill(self, sequences: list[Tokens]) -> dict[Tokens, _Prefilled]:
+    def _next_work(self, lane: Lane, begun: set[Prefix], allowed: int) -> _Work | None:
+        """What the lane needs first: its prompt, unless another lane has begun it in this pass, or tokens of its own.
+
+        None: nothing, or nothing that the pass still has room for.
+        """
+        if lane.prefix is None:
+            lane.prefix = self._prefixes.stand_on(lane.request.prompt.tokens)
+        whose = lane if lane.prefix.is_complete else lane.prefix
+        if whose in begun:
+            return None
+        missing = len(whose.tokens) - whose.cached
+        num = missing if whose is lane and missing == 1 else min(missing, allowed)
+        blocks = lane.own if whose is lane else lane.prefix.blocks
+        if not num or not self._make_room(lane, blocks, whose.cached + num, high=whose is not lane):
+            return None
+        return _Work(whose, whose.stretch(num), whose.tokens[whose.cached : whose.cached + num])
+
+    def _make_room(self, lane: Lane, blocks: list[int], num_tokens: int, *, high: bool = False) -> bool:
+        """Blocks for so many tokens, if need be those of unused prompts, then those of rollouts admitted later.
+
+        False: there were none, and the lane itself has given way.
+        """
+        while len(blocks) < num_blocks_for(num_tokens):
+            if not (self._blocks.num_free or self._prefixes.evict_one()):
+                youngest = max(self._lanes, key=lambda other: other.number)
+                self._preempt(youngest)
+                if youngest is lane:
+                    return False
+                continue
+            blocks.append(self._blocks.take(high=high))
+        return True
+
+    def _preempt(self, lane: Lane) -> None:
+        self._free(lane)
+        self._waiting.appendleft(lane)
+        self._num_preempted += 1
+
+    def _make_pass(self, work: Sequence[_Work]) -> list[tuple[Lane, torch.Tensor]]:
+        """-> the lanes whose own tokens are all cached now, each with the state that predicts its next."""
         device = self._policy.device
-        starts, total = [], 0
-        for tokens in sequences:
-            starts.append(total)
-            total += len(tokens)
-        segments = [Segment(start, len(tokens)) for start, tokens in zip(starts, sequences, strict=True)]
-        plan = PackedAttention(segments, device, keep=True)
-        ids_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
-        positions_T = torch.cat([torch.arange(len(tokens)) for tokens in sequences]).to(device)
+        ids_T = torch.tensor([token for one in work for token in one.ids], device=device)
+        positions_T = torch.tensor([position for one in work for position in one.positions], device=device)
+        plan = CachedPass(self._pool, [one.stretch for one in work], fixed_order=self._policy.fixed_order)
         hidden_TD = self._policy.hidden(ids_T, positions_T, plan)
-        assert plan.kept is not None
-        return {
-            tokens: _Prefilled(
-                [
-                    (key[:, start : start + len(tokens)], value[:, start : start + len(tokens)])
-                    for key, value in plan.kept
-                ],
-                hidden_TD[start + len(tokens) - 1],
-            )
-            for tokens, start in zip(sequences, starts, strict=True)
-        }
+        self._num_passes += 1
+        ready, last_row = [], -1
+        for one in work:
+            last_row += one.stretch.num_rows
+            one.whose.cached += one.stretch.num_rows
+            if isinstance(one.whose, Lane):
+                if not one.whose.num_pending:
+                    ready.append((one.whose, hidden_TD[last_row]))
+            elif one.whose.cached == len(one.whose.tokens):
+                one.whose.last_hidden_D = hidden_TD[last_row].clone()
+        return ready
 
-    def _sample_one_token_everywhere(self) -> None:
-        device = self._policy.device
-        ids_N = torch.tensor([lane.tokens[-1] for lane in self._lanes], device=device)
-        positions_N = torch.tensor([lane.length for lane in self._lanes], device=device)
-        hidden_ND = self._policy.hidden(ids_N, positions_N, CachedAttention(self._cache, positions_N))
-        for lane in self._lanes:
-            lane.length += 1
-        self._append_tokens(0, hidden_ND)
+    def _first_tokens(self) -> list[tuple[Lane, torch.Tensor]]:
+        """Lanes that have no token yet, and whose prompt predicts one."""
+        return [
+            (lane, lane.prefix.last_hidden_D)
+            for lane in self._lanes
+            if not lane.tokens and lane.prefix is not None and lane.prefix.last_hidden_D is not None
+        ]
 
-    def _append_tokens(self, first: int, hidden_ND: torch.Tensor) -> None:
-        """Sample the next token of every lane from number `first` on, and free the lanes that end with it."""
-        lanes, device = self._lanes[first:], self._policy.device
-        uniform_N = uniforms(
-            torch.tensor([lane.key for lane in lanes]), torch.tensor([len(lane.tokens) for lane in lanes])
-        ).to(device)
-        temperature_N = torch.tensor([lane.request.temperature for lane in lanes], device=device)
-        tokens_N, logprobs_N = sample(self._policy.head, hidden_ND, temperature_N, uniform_N)
-        if not logprobs_N.isfinite().all():
+    def _draw(self, lanes: Sequence[Lane], hidden_ND: torch.Tensor) -> None:
+        """The next token of these lanes; those that end with it are freed."""
+        keys_N = torch.tensor([lane.key for lane in lanes])
+        uniform_N = uniforms(keys_N, torch.tensor([len(lane.tokens) for lane in lanes])).to(self._policy.device)
+        drawn = sample(
+            self._policy.head,
+            hidden_ND,
+            uniform_N,
+            [lane.shape for lane in lanes],
+            [lane.truncation for lane in lanes],
+            [lane.seen() for lane in lanes],
+        )
+        if not all(logprob - logprob == 0 for logprob in drawn.logprobs):
             raise UserError(
                 f"the log-probs under version {self._version} are not finite: its weights are broken; lower the "
                 "learning rate, and resume from a checkpoint before it"
             )
-        for lane, token, logprob in zip(lanes, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
-            lane.tokens.append(token)
-            lane.logprobs.append(logprob)
-            lane.versions.append(self._version)
-        for number in reversed(range(first, len(self._lanes))):
-            if finish := self._finish(self._lanes[number]):
-                self._answer(self._lanes[number], finish)
-                self._free(number)
+        for lane, token, logprob, kept in zip(lanes, drawn.tokens, drawn.logprobs, drawn.kept, strict=True):
+            lane.append(token, logprob, self._version, kept)
+            if finish := self._end_of(lane):
+                self._answer(lane, finish)
+                self._free(lane)
 
-    def _finish(self, lane: _Lane) -> FinishReason | None:
-        if lane.ended or self._stop_at(lane) is not None:
-            return "stop"
-        if len(lane.tokens) >= lane.request.max_new_tokens:
-            return "length"
-        return "interrupted" if len(lane.tokens) >= lane.pause_at else None
+    def _end_of(self, lane: Lane) -> FinishReason | None:
+        """Why it ends here; None: it goes on, with the phrase that its request puts in, if it is time for it."""
+        finish = lane.finish(self._decode)
+        if finish is None and (num_new := lane.force_phrase(self._version, self._decode)):
+            finish = lane.finish(self._decode, num_new=num_new)
+        return finish
 
-    def _stop_at(self, lane: _Lane) -> str | None:
-        """The stop string that the newest token completed. Only the tail is decoded: a token is at least one byte."""
-        if not lane.request.stop:
-            return None
-        longest = max(len(stop.encode()) for stop in lane.request.stop)
-        tail = self._decode(lane.tokens[-(longest + 4) :])
-        return next((stop for stop in lane.request.stop if stop in tail), None)
+    def _free(self, lane: Lane) -> None:
+        """It holds a lane no longer."""
+        self._give_back_cache(lane)
+        self._lanes.remove(lane)
 
-    def _answer(self, lane: _Lane, finish: FinishReason) -> None:
-        _post(lane.answer, self._sample(lane, finish))
+    def _give_back_cache(self, lane: Lane) -> None:
+        """Its keys and values are computed again, if it goes on."""
+        self._blocks.give_back(lane.own)
+        lane.own, lane.cached = [], 0
+        if lane.prefix is not None:
+            self._prefixes.leave(lane.prefix)
+            lane.prefix = None
 
-    def _sample(self, lane: _Lane, finish: FinishReason) -> Sample:
-        text = self._decode(lane.tokens[:-1] if lane.ended else lane.tokens)
-        cuts = [text.index(stop) for stop in lane.request.stop if stop in text]
-        text = text[: min(cuts)] if cuts else text
-        return Sample(tuple(lane.tokens), tuple(lane.logprobs), tuple(lane.versions), finish, text)
-
-
-def _parts(sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-    """The different ones among `sequences`, by the prefill pass they are for."""
-    part: list[Tokens] = []
-    for tokens in dict.fromkeys(sequences):
-        if part and sum(map(len, part)) + len(tokens) > PREFILL_TOKENS:
-            yield part
-            part = []
-        part.append(tokens)
-    if part:
-        yield part
+    def _answer(self, lane: Lane, finish: FinishReason) -> None:
+        _post(lane.answer, lane.sample(finish, self._decode))
 
 
 class _Closed(Exception):

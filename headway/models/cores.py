@@ -64,8 +64,8 @@ class CorePool:
             with self._changed:
                 self._num_busy -= 1
 
-    def take_fair_part(self) -> int:
-        """Waits until it is its turn and a fair part is free.
+    def take(self, *, all_of_them: bool = False) -> int:
+        """Waits until it is its turn and a fair part is free, or all cores are -> how many it has now.
 
         First come, first served: who gives back and comes again at once comes after those who wait. Who waits is
         busy, so whoever held more gets less at its next unit.
@@ -74,10 +74,10 @@ class CorePool:
             assert self._num_busy, "a unit of work stands inside a busy block"
             turn = object()
             self._waiting.append(turn)
-            while self._waiting[0] is not turn or self._free < self._fair_part():
+            while self._waiting[0] is not turn or self._free < (self._total if all_of_them else self._fair_part()):
                 self._changed.wait()
             self._waiting.popleft()
-            part = self._fair_part()
+            part = self._total if all_of_them else self._fair_part()
             self._free -= part
             self._changed.notify_all()
             return part
@@ -92,17 +92,20 @@ class CorePool:
 
 
 class SharedCores:
-    """One worker's claim to the cores of a pool."""
+    """One worker's claim to the cores of a pool.
 
-    def __init__(self, pool: CorePool) -> None:
-        self._pool = pool
+    always_all: it waits until all cores are free, so that its sums are split among the same number of threads always.
+    """
+
+    def __init__(self, pool: CorePool, *, always_all: bool = False) -> None:
+        self._pool, self._always_all = pool, always_all
 
     def busy(self) -> AbstractContextManager[None]:
         return self._pool.busy()
 
     @contextmanager
     def unit(self) -> Iterator[int]:
-        held = self._pool.take_fair_part()
+        held = self._pool.take(all_of_them=self._always_all)
         try:
             torch.set_num_threads(held)
             yield held

@@ -14,25 +14,28 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from headway.config import AdapterSettings
-from headway.models import adapters, attention
+from headway.models import adapters, attention, products
 from headway.models.adapters import Adapter
 from headway.models.attention import AttentionPlan, PackedAttention, Segment
 from headway.models.distribution import Head, logprobs
+from headway.models.paged import LayerShape
+from headway.models.parity import bitwise
 from headway.models.weights import named_weights
-from headway.types import UserError, did_you_mean, nearest
+from headway.types import Parity, UserError, did_you_mean, nearest
 
 transformers_logging.disable_progress_bar()
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, line by line
@@ -44,12 +47,25 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 class Policy:
     """A causal LM with Headway's attention. Dropout is off, in training too: the policy is one distribution.
 
-    adapter: the one inside `model`, which then is all that is trained and handed over.
+    cache_shapes: of keys and values, by layer. adapter: the one inside `model`, which then is all that is trained and
+    handed over. parity: bitwise means that a row's bits do not depend on what it is computed with.
     """
 
     model: Any
     head: Head
+    cache_shapes: tuple[LayerShape, ...]
     adapter: Adapter | None = None
+    parity: Parity = "close"
+
+    @property
+    def fixed_order(self) -> bool:
+        """Whether attention sums in the order that a rollout's own shape gives."""
+        return self.parity == "bitwise"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of hidden states, keys and values."""
+        return self.head.weight_VD.dtype
 
     @property
     def device(self) -> torch.device:
@@ -69,11 +85,15 @@ class Policy:
         return config.max_position_embeddings
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Last hidden states [T, D] of a flat list of rows; `plan` says which rows see which."""
-        output = self.model.base_model(
-            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attention_plan=plan
-        )
-        return output.last_hidden_state[0]
+        """Last hidden states [T, D] of a flat list of rows; `plan` says which rows see which.
+
+        The pass is filled up (`products.filled`), to whole tiles of rows where parity asks for it.
+        """
+        return last_hidden(self.model.base_model, ids_T, positions_T, plan, self.head.row_tile)
+
+    def packed(self, segments: Sequence[Segment]) -> PackedAttention:
+        """The plan of a pass over whole segments."""
+        return PackedAttention(segments, self.device, fixed_order=self.fixed_order)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What an engine must be sent, by name, in the policy's own storage: all of the model, or its adapter alone."""
@@ -102,11 +122,29 @@ class Policy:
         return self.adapter.at_start()
 
 
-def load_policy(path: str, device: str | None = None, adapter: AdapterSettings | None = None, seed: int = 0) -> Policy:
+def last_hidden(
+    base_model: Any, ids_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan, row_tile: int = 1
+) -> torch.Tensor:
+    """[T, D] of a transformer without a head; see `Policy.hidden`."""
+    num_rows = len(ids_T)
+    assert plan.num_rows == num_rows, f"the plan covers {plan.num_rows} rows and the forward has {num_rows}"
+    if filler := products.filled(num_rows, row_tile) - num_rows:
+        ids_T, positions_T = F.pad(ids_T, (0, filler)), F.pad(positions_T, (0, filler))
+    output = base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attention_plan=plan)
+    return output.last_hidden_state[0, :num_rows]
+
+
+def load_policy(
+    path: str,
+    device: str | None = None,
+    adapter: AdapterSettings | None = None,
+    seed: int = 0,
+    parity: Parity = "close",
+) -> Policy:
     """A policy in float32, checked against the model's own forward pass, with the adapter that is asked for.
 
     seed: of what is random in a new adapter. Raises UserError for a folder that is missing or holds no causal LM, for
-    an architecture that can't be served right, and for an adapter that does not fit.
+    an architecture that can't be served right, for an adapter that does not fit, and for a parity that can't be had.
     """
     folder = locate(path)
     target = _device(device)
@@ -119,7 +157,8 @@ def load_policy(path: str, device: str | None = None, adapter: AdapterSettings |
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
-    return add_adapter(as_policy(model.to(target)), adapter or AdapterSettings(), seed)
+    policy = add_adapter(as_policy(model.to(target)), adapter or AdapterSettings(), seed)
+    return with_parity(policy, parity)
 
 
 def add_adapter(policy: Policy, settings: AdapterSettings, seed: int) -> Policy:
@@ -127,20 +166,42 @@ def add_adapter(policy: Policy, settings: AdapterSettings, seed: int) -> Policy:
     if settings.kind == "none":
         return policy
     assert policy.adapter is None
-    return replace(policy, adapter=adapters.put_into(policy.model, settings, seed))
+    with_adapter = replace(policy, adapter=adapters.put_into(policy.model, settings, seed))
+    products.install(policy.model)
+    return with_adapter
 
 
 def as_policy(model: Any) -> Policy:
-    """A loaded causal LM as a policy; its attention implementation becomes Headway's."""
+    """A loaded causal LM as a policy; its attention and its matrix products become Headway's."""
     model.eval()
     model.set_attn_implementation(attention.NAME)
-    policy = Policy(model, Head.of(model))
-    _check_architecture(policy)
-    return policy
+    products.install(model)
+    policy = Policy(model, Head.of(model), ())
+    return replace(policy, cache_shapes=_check_architecture(policy))
 
 
-def _check_architecture(policy: Policy) -> None:
-    """Refuses by name what would be served wrong: compares log-probs with the model's own forward passes.
+def with_parity(policy: Policy, parity: Parity) -> Policy:
+    """The same policy in another grade of parity. Raises UserError where it can't be had."""
+    if parity == "close":
+        return replace(policy, parity="close", head=replace(policy.head, row_tile=1))
+    return bitwise(policy)
+
+
+def in_dtype(policy: Policy, dtype: torch.dtype) -> Policy:
+    """The policy with its parameters in another dtype, in place; buffers, as those of rotary embeddings, stay.
+
+    So does an adapter: it is small, and what a train step adds to it would be lost in the rounding.
+    """
+    stay = {id(parameter) for parameter in policy.adapter.parameters.values()} if policy.adapter else set()
+    for parameter in policy.model.parameters():
+        if id(parameter) not in stay:
+            parameter.data = parameter.data.to(dtype)
+    return replace(policy, head=replace(Head.of(policy.model), row_tile=policy.head.row_tile))
+
+
+def _check_architecture(policy: Policy) -> tuple[LayerShape, ...]:
+    """The shapes of its keys and values. Refuses by name what would be served wrong: compares log-probs with the
+    model's own forward passes.
 
     Two sequences go through one pass: a model that mixes rows elsewhere than in the attention function is still right
     about a single one.
@@ -171,19 +232,22 @@ def _check_architecture(policy: Policy) -> None:
     gap = (ours - torch.log_softmax(logits_TV.float(), -1)).abs().max().item()
     if not gap < 1e-3:
         raise UserError(f"{name} can't be served right: its log-probs differ from its own forward pass by {gap:.3g}")
+    return tuple(witness.shapes)
 
 
 class _Witness:
-    """A plan that notes in which layers it was asked."""
+    """A plan that notes in which layers it was asked, and with what."""
 
     def __init__(self, plan: AttentionPlan) -> None:
-        self._plan, self.longest = plan, plan.longest
+        self._plan, self.longest, self.num_rows = plan, plan.longest, plan.num_rows
         self.layers: list[int] = []
+        self.shapes: list[LayerShape] = []
 
     def attend(
         self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTD: torch.Tensor, scale: float
     ) -> torch.Tensor:
         self.layers.append(layer)
+        self.shapes.append(LayerShape(key_GTD.shape[0], key_GTD.shape[2], value_GTD.shape[2]))
         return self._plan.attend(layer, query_HTD, key_GTD, value_GTD, scale)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headway.models.attention import AttentionPlan
-from headway.models.policy import Policy
+from headway.models.policy import Policy, last_hidden
 
 
 class ValueModel(torch.nn.Module):
@@ -32,8 +32,7 @@ class ValueModel(torch.nn.Module):
 
     def hidden(self, ids_T: torch.Tensor, positions_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Last hidden states [T, D] of a flat list of rows; `plan` says which rows see which."""
-        output = self.base(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attention_plan=plan)
-        return output.last_hidden_state[0]
+        return last_hidden(self.base, ids_T, positions_T, plan)
 
     def values(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N] in float32, whatever the dtype of the hidden states."""

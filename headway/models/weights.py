@@ -6,7 +6,9 @@ the model's own structure and never changes in a hand-over.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -45,11 +47,33 @@ def assign_weights(own: Mapping[str, torch.Tensor], weights: Mapping[str, torch.
         tensor.copy_(weights[name])
 
 
-def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """A SHA-256 over names, shapes, dtypes and every bit, independent of the order of the mapping."""
+def fingerprint(weights: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> str:
+    """A SHA-256 over names, shapes, dtypes and every bit, independent of the order of the mapping.
+
+    dtypes: in which a receiver keeps weights, by name, where that is another one; the hash is then that of its own.
+    """
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().contiguous().cpu()
+        tensor = tensor.to(dtypes.get(name, tensor.dtype)) if dtypes else tensor
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        bits = tensor.view(-1).view(torch.uint8)
+        digest.update(bits.clone().numpy().data)  # of a copy: no storage that numpy has seen can be given back
     return digest.hexdigest()
+
+
+def free_storage(weights: Mapping[str, torch.Tensor]) -> None:
+    """Give back the memory of these tensors and of whatever shares it; until `take_storage` nobody may look at them."""
+    for tensor in weights.values():
+        tensor.untyped_storage().resize_(0)
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # or the C library would keep it for later
+
+
+def take_storage(weights: Mapping[str, torch.Tensor]) -> None:
+    """Memory again for tensors that had to give theirs back; what is in it is arbitrary."""
+    for tensor in weights.values():
+        assert tensor.is_contiguous()
+        end = int(tensor.storage_offset()) + tensor.numel()
+        storage = tensor.untyped_storage()
+        storage.resize_(max(storage.nbytes(), end * tensor.dtype.itemsize))

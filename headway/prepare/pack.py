@@ -137,6 +137,7 @@ def _pack_one(
         last_prompt_row = prompt_start + len(prompt) - 1
         draft.rows += [own_start + place - 1 if place else last_prompt_row for place in trained]
         draft.targets += [rollout.tokens[place] for place in trained]
+        draft.kept += [None if rollout.kept is None else rollout.kept[place] for place in trained]
         draft.tokens += range(first_token_of[number], first_token_of[number] + len(trained))
         if _bootstraps(rollout, packing):
             draft.last_rows.append(own_start + len(own_tokens) - 1)
@@ -156,6 +157,7 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     last_rows: list[int] = field(default_factory=list)
     last_rollouts: list[int] = field(default_factory=list)
+    kept: list[Sequence[int] | None] = field(default_factory=list)
 
     def append(self, ids: Sequence[int], *, first_position: int, shared: tuple[int, int] = (0, 0)) -> int:
         """Add a segment that sees the rows `shared` (start, length) -> its first row."""
@@ -175,6 +177,7 @@ class _Draft:
             target_N=_indices(self.targets),
             last_row_R=_indices(self.last_rows),
             last_rollout_R=_indices(self.last_rollouts),
+            kept=tuple(self.kept) if any(ids is not None for ids in self.kept) else None,
         )
         return Packed(rows, _indices(self.tokens))
 

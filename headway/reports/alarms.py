@@ -30,11 +30,15 @@ ESS_SHARE = 0.3
 
 @dataclass(frozen=True)
 class _Limit:
-    """A figure is beyond it at `at` and above (below: and below). says: a sentence with {figure} and {reason}."""
+    """A figure is beyond it at `at` and above (below: and below). says: a sentence with {figure} and {reason}.
+
+    patience: so many bad steps in a row raise an alarm.
+    """
 
     at: float
     says: str
     below: bool = False
+    patience: int = CONSECUTIVE_STEPS
 
     def is_beyond(self, value: float) -> bool:
         return value <= self.at if self.below else value >= self.at
@@ -58,6 +62,12 @@ _LIMITS = {
     "canary_kl_k3": _Limit(
         CANARY_KL,
         "engine and trainer disagree under the same weights, by a KL (k3, of canaries) of {figure}: that is numerics",
+    ),
+    "unequal_tokens": _Limit(
+        1,
+        "{figure} tokens that were sampled by the weights they train have other log-probs there, and model.parity is "
+        "bitwise: that is a fault of the engine or of this machine's libraries",
+        patience=1,
     ),
     "ess_share": _Limit(
         ESS_SHARE,
@@ -83,7 +93,7 @@ class Alarm:
 
 
 class Watch:
-    """Takes the rows of train steps in order, and raises an alarm at the CONSECUTIVE_STEPS-th bad one in a row.
+    """Takes the rows of train steps in order, and raises an alarm when there have been too many bad ones in a row.
 
     A step in which the figure was not measured ends the stretch.
     """
@@ -95,9 +105,9 @@ class Watch:
     def add(self, row: Mapping[str, Any], group_size: int) -> list[Alarm]:
         """-> the alarms that this step raised."""
         self._open = {key: self._prolonged(key, says, row["version"]) for key, says in _beyond(row, group_size)}
-        raised = [alarm for alarm in self._open.values() if alarm.num_steps == CONSECUTIVE_STEPS]
+        raised = [alarm for alarm in self._open.values() if alarm.num_steps == _limit(alarm.key).patience]
         for alarm in self._open.values():
-            if alarm.num_steps >= CONSECUTIVE_STEPS:
+            if alarm.num_steps >= _limit(alarm.key).patience:
                 self._keep(alarm)
         return raised
 
@@ -109,7 +119,8 @@ class Watch:
 
     def _keep(self, alarm: Alarm) -> None:
         before = self._raised.get(alarm.key)
-        new_steps = CONSECUTIVE_STEPS if alarm.num_steps == CONSECUTIVE_STEPS else 1
+        patience = _limit(alarm.key).patience
+        new_steps = patience if alarm.num_steps == patience else 1
         self._raised[alarm.key] = replace(alarm, num_steps=new_steps + (before.num_steps if before else 0))
 
     @property
@@ -132,11 +143,14 @@ def in_words(alarm: Alarm, num_steps: int) -> str:
     return f"{alarm.says} ({often}, the last in steps {alarm.first} to {alarm.last})"
 
 
+def _limit(key: str) -> _Limit:
+    return _LIMITS[key.partition("/")[0]]
+
+
 def _beyond(row: Mapping[str, Any], group_size: int) -> Iterator[tuple[str, str]]:
     """Key and sentence of every figure of a step that is beyond its limit."""
     for key, value in _watched(row, group_size):
-        name, _, reason = key.partition("/")
-        limit = _LIMITS[name]
+        (name, _, reason), limit = key.partition("/"), _limit(key)
         if is_number(value) and limit.is_beyond(value):
             figure = percent(value) if name.endswith("_share") else f"{value:.2g}"
             yield key, limit.says.format(figure=figure, reason=reason)
@@ -149,6 +163,7 @@ def _watched(row: Mapping[str, Any], group_size: int) -> Iterator[tuple[str, Any
         if is_acted_share(key):
             yield key, row[key]
     yield "canary_kl_k3", row.get("canary_kl_k3")
+    yield "unequal_tokens", row.get("unequal_tokens")
     yield "ess_share", row.get("ess_share")
 
 

@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.text import Text
 
 from headway.reports import wording
-from headway.reports.alarms import CONSECUTIVE_STEPS
 from headway.reports.status import Status
 from headway.trace import Event
 
@@ -112,7 +111,7 @@ class ProgressLine:
         for alarm in self._status.alarms:
             if alarm.key not in self._said_alarms:
                 self._said_alarms.add(alarm.key)
-                said.append(f"{alarm.says} ({CONSECUTIVE_STEPS} steps in a row)")
+                said.append(alarm.says + (f" ({alarm.num_steps} steps in a row)" if alarm.num_steps > 1 else ""))
         for text in said:
             self._say(f"warning: train step {trained['version']}: {text}")
 

@@ -59,8 +59,8 @@ class LocalCritic:
         plan = PackedAttention(rows.segments, device)
         with products_in(self._settings.compute_dtype, device):
             hidden_TD = self._model.hidden(rows.ids_T, rows.positions_T, plan)
-        value_N = self._model.values(hidden_TD[rows.row_N])
-        return value_N, self._model.values(hidden_TD[rows.last_row_R])
+        value_N = self._model.values(hidden_TD.index_select(0, rows.row_N))
+        return value_N, self._model.values(hidden_TD.index_select(0, rows.last_row_R))
 
     def optim_step(self) -> dict[str, Any]:
         """As `LocalTrainer.optim_step`."""

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from headway.config import Train
-from headway.models.attention import PackedAttention
 from headway.models.cores import Cores, FixedCores
-from headway.models.distribution import token_logprobs
+from headway.models.distribution import Conditions, Shape, token_logprobs
 from headway.models.policy import Policy
 from headway.models.rows import Rows
 from headway.models.weights import assign_weights
@@ -27,8 +26,8 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 class LocalTrainer:
     """Implements `headway.stages.Trainer`.
 
-    policy: float32 weights, which are the master copy; settings: the optimizer; temperature: of every log-prob, the one
-    the rollouts were sampled at; num_steps: optimizer steps of the learning rate's schedule; cores: its claim to CPU
+    policy: float32 weights, which are the master copy; settings: the optimizer; shape: of every distribution, the one
+    the rollouts were sampled from; num_steps: optimizer steps of the learning rate's schedule; cores: its claim to CPU
     cores, by default as many as torch would use; reference: a frozen copy of the base model, where an objective needs
     one and the policy has none of its own (an adapter's base).
     """
@@ -38,13 +37,13 @@ class LocalTrainer:
         policy: Policy,
         settings: Train,
         *,
-        temperature: float,
+        shape: Shape,
         num_steps: int,
         cores: Cores | None = None,
         reference: Policy | None = None,
     ) -> None:
         self._cores = cores or FixedCores(torch.get_num_threads())
-        self._policy, self._settings, self._temperature = policy, settings, temperature
+        self._policy, self._settings, self._shape = policy, settings, shape
         self._reference = reference
         self._optimizer = Optimizer(policy.model.parameters(), settings, num_steps=num_steps)
 
@@ -70,10 +69,11 @@ class LocalTrainer:
             return self._logprobs(self._policy, rows)
 
     def _logprobs(self, policy: Policy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = PackedAttention(rows.segments, policy.device)
         with products_in(self._settings.compute_dtype, policy.device):
-            hidden_TD = policy.hidden(rows.ids_T, rows.positions_T, plan)
-        return token_logprobs(policy.head, hidden_TD[rows.row_N], rows.target_N, self._temperature)
+            hidden_TD = policy.hidden(rows.ids_T, rows.positions_T, policy.packed(rows.segments))
+        conditions = Conditions(rows.seen() if self._shape.repetition_penalty != 1.0 else None, rows.kept)
+        hidden_ND = hidden_TD.index_select(0, rows.row_N)
+        return token_logprobs(policy.head, hidden_ND, rows.target_N, self._shape, conditions)
 
     def optim_step(self) -> dict[str, Any]:
         """-> grad_norm (before clipping), learning_rate, skipped_steps (so far), and a warning if this one was."""

@@ -12,10 +12,10 @@ import torch
 
 from headway.models.policy import Policy
 from headway.models.weights import fingerprint
-from headway.stages import Generator, Sample
+from headway.stages import Force, Generator, Sample
 from headway.types import UserError
 from tests.generate.harness import ask, engine_of, run
-from tests.tiny import decode, make_policy
+from tests.tiny import decode, encode, make_policy, own_logprobs, plain
 
 Opened = AbstractAsyncContextManager[Generator]
 
@@ -41,9 +41,11 @@ def test_a_token_has_one_log_prob_and_one_version(opened):
             return await asyncio.gather(*(generator.sample(ask("1+2=", 7, member=member)) for member in range(5)))
 
     for sample in run(program()):
-        assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == 7
+        assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == len(sample.mask) == 7
         assert all(logprob < 0 for logprob in sample.logprobs)
         assert set(sample.versions) == {0}
+        assert all(sample.mask)
+        assert sample.kept is None
         assert sample.finish == "length"
 
 
@@ -202,6 +204,165 @@ def test_a_request_that_exceeds_the_context_is_refused_and_the_next_is_served(op
     assert len(run(program()).tokens) == 62
 
 
+# ---- what is drawn among, and what is put in
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ways", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
+def test_what_a_truncated_token_was_drawn_among_is_recorded(opened, ways):
+    """Its log-prob is what is left when the model's own is divided by the sum of what was kept."""
+
+    async def program():
+        async with opened() as generator:
+            requests = [ask("1+2=", 9, member=member, **ways) for member in range(3)]
+            return await asyncio.gather(*(generator.sample(request) for request in requests))
+
+    for sample in run(program()):
+        assert sample.kept is not None
+        assert len(sample.kept) == 9
+        for place, ids in enumerate(sample.kept):
+            assert sample.tokens[place] in ids
+            assert list(ids) == sorted(ids)
+            if "top_k" in ways:
+                assert len(ids) == 3
+            before = sample.tokens[:place]
+            own = [own_logprobs(make_policy(), encode("1+2="), (*before, token))[-1] for token in ids]
+            expected = own[list(ids).index(sample.tokens[place])] - torch.stack(own).logsumexp(0)
+            assert sample.logprobs[place] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_greedy_is_greedy_whatever_else_is_asked(opened):
+    async def program():
+        async with opened() as generator:
+            plain = await generator.sample(ask("ab", 9, temperature=0.0))
+            return plain, await generator.sample(ask("ab", 9, temperature=0.0, top_k=2, top_p=0.5, min_p=0.1))
+
+    plain, truncated = run(program())
+    assert truncated == plain
+    assert plain.kept is None
+
+
+@torch.no_grad()
+def test_a_repetition_penalty_makes_what_was_there_less_likely(opened):
+    """A positive logit of an id in the context is divided by it, a negative one multiplied; prompt included."""
+
+    async def program():
+        async with opened() as generator:
+            return await generator.sample(ask("abab", 12, repetition_penalty=1.7))
+
+    sample = run(program())
+    logits_TV = plain(make_policy())(input_ids=torch.tensor([[*encode("abab"), *sample.tokens]])).logits[0]
+    for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
+        logits_V = logits_TV[3 + place].clone()
+        for seen in {*encode("abab"), *sample.tokens[:place]}:
+            logits_V[seen] *= 1.7 if logits_V[seen] < 0 else 1 / 1.7
+        assert logprob == pytest.approx(torch.log_softmax(logits_V, -1)[token].item(), abs=1e-5)
+
+
+PHRASE = encode("=42?")
+
+
+def test_a_phrase_is_put_in_where_it_was_asked_for_and_nobody_sampled_it(opened):
+    async def program():
+        async with opened() as generator:
+            without = await generator.sample(ask("ab", 5))
+            return without, await generator.sample(ask("ab", 12, force=Force(5, PHRASE)))
+
+    without, sample = run(program())
+    assert sample.tokens[:9] == without.tokens + PHRASE
+    assert sample.mask == (True,) * 5 + (False,) * 4 + (True,) * 3
+    assert sample.logprobs[5:9] == (0.0,) * 4
+    assert len(sample.versions) == len(sample.tokens) == 12
+    assert sample.text == decode(sample.tokens)
+
+
+def test_a_phrase_is_left_out_where_the_answer_holds_what_it_is_for_or_has_ended(opened):
+    async def program():
+        async with opened() as generator:
+            whole = await generator.sample(ask("ab", 12))
+            unless = Force(5, PHRASE, unless=whole.text[2:4])
+            end = frozenset({whole.tokens[4]})
+            return (
+                whole,
+                await generator.sample(ask("ab", 12, force=unless)),
+                await generator.sample(ask("ab", 12, force=Force(5, PHRASE), end_ids=end)),
+                await generator.sample(ask("ab", 7, force=Force(5, PHRASE))),
+            )
+
+    whole, left_out, ended, cut = run(program())
+    assert (left_out.tokens, left_out.mask) == (whole.tokens, whole.mask)
+    assert (all(ended.mask), ended.finish) == (True, "stop")
+    assert (cut.tokens, cut.finish) == (whole.tokens[:5] + PHRASE[:2], "length")
+
+
+@pytest.mark.parametrize("length", [4, 5, 6, 9, 10])
+def test_a_rollout_with_a_phrase_goes_on_where_it_was(opened, length):
+    async def program():
+        async with opened() as generator:
+            request = ask("ab", 14, force=Force(5, PHRASE), top_k=9)
+            whole = await generator.sample(request)
+            begun = await generator.sample(replace(request, pause_after=length))
+            return whole, begun, await generator.sample(replace(request, so_far=begun))
+
+    whole, begun, sample = run(program())
+    num = len(begun.tokens)
+    assert begun.finish == "interrupted"
+    assert (begun.tokens, begun.mask) == (whole.tokens[:num], whole.mask[:num])
+    assert replace(sample, logprobs=()) == replace(whole, logprobs=())
+    assert sample.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+# ---- sleeping
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["the cache", "cache and weights"])
+def test_rollouts_in_flight_sleep_and_go_on(opened, weights):
+    async def program():
+        async with opened() as generator:
+            whole = await asyncio.gather(*(generator.sample(ask("ab", 50, member=member)) for member in range(3)))
+            tasks = [asyncio.create_task(generator.sample(ask("ab", 50, member=member))) for member in range(3)]
+            await asyncio.sleep(0)
+            await generator.sleep(weights=weights)
+            assert not any(task.done() for task in tasks)
+            if weights:
+                await generator.load(make_policy().weights(), 0)
+            await generator.wake()
+            return whole, await asyncio.gather(*tasks)
+
+    for whole, sample in zip(*run(program()), strict=True):
+        assert replace(sample, logprobs=()) == replace(whole, logprobs=())
+        assert sample.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+def test_what_is_asked_for_in_its_sleep_is_answered_when_it_wakes(opened):
+    async def program():
+        async with opened() as generator:
+            await generator.sleep()
+            task = asyncio.create_task(generator.sample(ask("ab", 5)))
+            await asyncio.sleep(0.02)
+            assert not task.done()
+            await generator.wake()
+            return await task
+
+    assert len(run(program()).tokens) == 5
+
+
+def test_it_does_not_wake_without_weights(opened):
+    async def program():
+        async with opened() as generator:
+            await generator.sleep(weights=True)
+            for call in (generator.wake(), generator.fingerprint()):
+                with pytest.raises(UserError):
+                    await call
+            await generator.load(make_policy(seed=1).weights(), 4)
+            await generator.wake()
+            return await generator.fingerprint(), await generator.sample(ask("ab", 5))
+
+    said, sample = run(program())
+    assert said == fingerprint(make_policy(seed=1).weights())
+    assert sample.versions == (4,) * 5
+
+
 # ---- ending early, looking on, going on
 
 
@@ -269,7 +430,7 @@ def test_a_rollout_that_waits_is_interrupted_with_what_it_came_with(opened, leng
             return so_far, await task, await asyncio.gather(*others)
 
     so_far, sample, others = run(program())
-    assert sample == (so_far or Sample((), (), (), "interrupted", ""))
+    assert sample == (so_far or Sample((), (), (), "interrupted", "", ()))
     assert [other.finish for other in others] == ["length", "length"]
 
 
@@ -403,11 +564,10 @@ def test_closing_twice_is_closing_once_and_nothing_is_answered_afterwards(opened
         async with opened() as generator:
             await asyncio.gather(generator.close(), generator.close())
             request = ask("ab")
-            for call in (generator.sample(request), generator.load({}, 1), generator.fingerprint()):
+            calls = [generator.sample(request), generator.load({}, 1), generator.fingerprint(), generator.peek(request)]
+            for call in (*calls, generator.sleep(), generator.wake()):
                 with pytest.raises(RuntimeError, match="closed"):
                     await call
-            with pytest.raises(RuntimeError, match="closed"):
-                await generator.peek(request)
             generator.interrupt(request)  # too late, as ever
 
     run(program())

@@ -29,7 +29,7 @@ class Engine:
     async def sample(self, request: SampleRequest) -> Sample:
         self.requests.append(request)
         await self.go.wait()
-        return Sample((1, 2), (-0.1, -0.2), (3, 3), "length", "12")
+        return Sample((1, 2), (-0.1, -0.2), (3, 3), "length", "12", (True, True))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
 
 from headway.data import PromptSource
 from headway.generate.episode import Episodes, Sampling, rollout_of
-from headway.stages import Generated, Sample, SampleRequest
+from headway.stages import Force, Generated, Sample, SampleRequest
 from headway.types import Prompt, Receipt, Rollout, VersionRun
 from tests.tiny import prompt
 
@@ -43,7 +43,14 @@ class ScriptedEngine:
         return self.answer
 
 
-ANSWER = Sample(tokens=(5, 7, 2), logprobs=(-0.1, -0.2, -0.3), versions=(4, 4, 5), finish="stop", text="57")
+ANSWER = Sample(
+    tokens=(5, 7, 2),
+    logprobs=(-0.1, -0.2, -0.3),
+    versions=(4, 4, 5),
+    finish="stop",
+    text="57",
+    mask=(True,) * 3,
+)
 
 
 def episode(ticket: Ticket, answer: Sample = ANSWER, *, seed: int = 8) -> tuple[SampleRequest, Generated]:
@@ -89,11 +96,28 @@ def test_what_the_engine_says_is_recorded_as_it_is():
 )
 def test_b12_every_sampled_token_is_trained_and_finish_is_the_samplers_word(tokens, finish):
     """Neither lengths nor masks nor finish are read off token values."""
-    answer = Sample(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), finish, "")
+    length = len(tokens)
+    answer = Sample(tokens, (-1.0,) * length, (0,) * length, finish, "", (True,) * length)
     _, generated = episode(Ticket(0), answer)
     assert generated.ref.mask == (True,) * len(tokens)
     assert generated.ref.tokens == tokens
     assert generated.ref.finish == generated.receipt.finish == finish
+
+
+def test_what_was_put_in_and_what_was_kept_stay_with_the_rollout_and_come_back_when_it_goes_on():
+    """Token 7 was forced, token 2 drawn among 2 and 9."""
+    said = replace(BEGUN, tokens=(5, 7, 2), logprobs=(-0.1, 0.0, -0.3), versions=(4, 4, 4))
+    said = replace(said, mask=(True, False, True), kept=(None, None, (2, 9)))
+    _, generated = episode(Ticket(0), said)
+    assert (generated.ref.mask, generated.ref.kept) == (said.mask, said.kept)
+    request, _ = episode(Ticket(0, ref=generated.ref))
+    assert request.so_far == said
+
+
+def test_how_it_is_sampled_is_said_to_the_engine():
+    ways = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "force": Force(3, (7, 7), "no")}
+    request = replace(SAMPLING, **ways).request(prompt("1+1="), (0,))
+    assert {name: getattr(request, name) for name in ways} == ways
 
 
 def test_the_seed_is_part_of_the_identity():
@@ -107,7 +131,7 @@ def test_a_prompt_is_handed_on_with_its_tokens():
 
 # ---- rollouts that end early, and go on
 
-BEGUN = Sample((5, 7), (-0.1, -0.2), (4, 4), "interrupted", "57")
+BEGUN = Sample((5, 7), (-0.1, -0.2), (4, 4), "interrupted", "57", (True, True))
 
 
 def rollout(sample: Sample, *, member: int = 0) -> Rollout:
@@ -126,7 +150,8 @@ def test_a_fresh_ticket_has_nothing_to_go_on_from_and_no_pause():
 
 
 @pytest.mark.parametrize(
-    ("sample", "max_tokens"), [(BEGUN, 0), (ANSWER, None), (ANSWER, 3), (Sample((5,), (-1.0,), (0,), "length", "5"), 0)]
+    ("sample", "max_tokens"),
+    [(BEGUN, 0), (ANSWER, None), (ANSWER, 3), (Sample((5,), (-1.0,), (0,), "length", "5", (True,)), 0)],
 )
 def test_a_rollout_that_has_ended_or_may_have_no_more_is_returned_as_it_is(sample, max_tokens):
     """One that a checkpoint held without its score, or one that is interrupted while it is paused."""
@@ -230,7 +255,7 @@ def test_a_rollout_that_ends_while_it_is_looked_at_is_seen_whole():
 def test_a_rollout_of_which_nothing_is_sampled_yet_is_nothing():
     class Waiting(FlyingEngine):
         async def peek(self, request: SampleRequest) -> Sample | None:
-            return Sample((), (), (), "interrupted", "")
+            return Sample((), (), (), "interrupted", "", ())
 
     async def program():
         engine = Waiting()

@@ -151,7 +151,8 @@ def mean(case: Case, batch: Batch, conventions: Conventions) -> Outputs:
 def entropy(case: Case, batch: Batch, conventions: Conventions) -> Outputs:
     logits_NV = flattened(case["settings"]["logits"]).reshape(-1, 3)
     targets_N = torch.zeros(len(logits_NV), dtype=torch.long)
-    _, entropy_N = distribution.token_logprobs(distribution.Head(torch.eye(3)), logits_NV, targets_N, 1.0)
+    head, shape = distribution.Head(torch.eye(3)), distribution.Shape()
+    _, entropy_N = distribution.token_logprobs(head, logits_NV, targets_N, shape)
     return {"value": entropy_N.double()}
 
 

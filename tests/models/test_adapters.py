@@ -27,7 +27,7 @@ from headway.generate.torch_engine import TorchEngine
 from headway.models import adapters
 from headway.models.attention import PackedAttention, Segment
 from headway.models.cores import FixedCores
-from headway.models.distribution import logprobs
+from headway.models.distribution import Shape, logprobs
 from headway.models.policy import Policy, add_adapter, load_policy, locate, save_policy
 from headway.models.weights import assign_weights, fingerprint
 from headway.stages import Sample, SampleRequest
@@ -118,7 +118,7 @@ def as_merged(policy: Policy) -> Policy:
     """The policy that `save_policy(merge=True)` writes, without a folder between."""
     assert policy.adapter is not None
     model = policy.adapter.merged()
-    return Policy(model, type(policy.head).of(model))
+    return Policy(model, type(policy.head).of(model), policy.cache_shapes)
 
 
 def test_lora_is_scaled_as_it_says():
@@ -473,7 +473,7 @@ def test_a_resumed_trainer_is_the_same_and_its_file_holds_the_adapter_alone(sett
 
 
 def make_trainer(policy: Policy) -> LocalTrainer:
-    return LocalTrainer(policy, Train(learning_rate=0.02), temperature=1.0, num_steps=9)
+    return LocalTrainer(policy, Train(learning_rate=0.02), shape=Shape(), num_steps=9)
 
 
 def step(trainer: LocalTrainer, policy: Policy, num_steps: int) -> list[dict[str, Any]]:

@@ -1,13 +1,17 @@
-"""Packed and cached attention against the model's own forward pass, one sequence at a time."""
+"""Packed attention against the model's own forward pass, one sequence at a time, and the order in which it sums."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-from headway.models.attention import CachedAttention, KeyValueCache, PackedAttention, Segment
+from headway.models import attention
+from headway.models.attention import BLOCK, PackedAttention, Segment
+from headway.models.parity import bitwise
 from headway.models.policy import Policy
 from headway.types import UserError
 from tests import tiny
@@ -25,35 +29,42 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-def equal_rows(segments: list[Segment], num_rows: int) -> torch.Tensor:
+def equal_rows(segments: list[Segment], num_rows: int, fixed_order: bool) -> torch.Tensor:
     """The output of attention when all keys are alike: the mean of the values each row sees. Values are row numbers."""
     ones_HTD = torch.ones(1, num_rows, 1)
-    return PackedAttention(segments, CPU).attend(
-        0, ones_HTD, ones_HTD, torch.arange(float(num_rows)).view(1, -1, 1), 1.0
-    )
+    plan = PackedAttention(segments, CPU, fixed_order=fixed_order)
+    return plan.attend(0, ones_HTD, ones_HTD, torch.arange(float(num_rows)).view(1, -1, 1), 1.0)
+
+
+in_every_order = pytest.mark.parametrize("fixed_order", [False, True], ids=["any order", "fixed order"])
 
 
 # ---- worked by hand
 
 
-def test_each_row_sees_its_own_past():
-    assert equal_rows([Segment(0, 3), Segment(3, 2)], 5).flatten().tolist() == [0, 0.5, 1, 3, 3.5]
+@in_every_order
+def test_each_row_sees_its_own_past(fixed_order):
+    assert equal_rows([Segment(0, 3), Segment(3, 2)], 5, fixed_order).flatten().tolist() == [0, 0.5, 1, 3, 3.5]
 
 
-def test_a_segment_sees_its_whole_prefix_and_no_sibling():
+@in_every_order
+def test_a_segment_sees_its_whole_prefix_and_no_sibling(fixed_order):
     prefix, first, second = Segment(0, 2), Segment(2, 2, 0, 2), Segment(4, 1, 0, 2)
-    seen = equal_rows([prefix, first, second], 5).flatten().tolist()
+    seen = equal_rows([prefix, first, second], 5, fixed_order).flatten().tolist()
     assert seen == pytest.approx([0, 0.5, (0 + 1 + 2) / 3, (0 + 1 + 2 + 3) / 4, (0 + 1 + 4) / 3])
 
 
-def test_a_prefix_may_stand_behind_what_shares_it():
-    seen = equal_rows([Segment(0, 1, 1, 2), Segment(1, 2)], 3).flatten().tolist()
+@in_every_order
+def test_a_prefix_may_stand_behind_what_shares_it(fixed_order):
+    seen = equal_rows([Segment(0, 1, 1, 2), Segment(1, 2)], 3, fixed_order).flatten().tolist()
     assert seen == pytest.approx([(1 + 2 + 0) / 3, 1, 1.5])
 
 
-def test_query_heads_share_their_key_head_in_order():
+@in_every_order
+def test_query_heads_share_their_key_head_in_order(fixed_order):
     values_GTD = torch.tensor([[[1.0]], [[2.0]]])
-    out = PackedAttention([Segment(0, 1)], CPU).attend(0, torch.ones(4, 1, 1), torch.ones(2, 1, 1), values_GTD, 1.0)
+    plan = PackedAttention([Segment(0, 1)], CPU, fixed_order=fixed_order)
+    out = plan.attend(0, torch.ones(4, 1, 1), torch.ones(2, 1, 1), values_GTD, 1.0)
     assert out.flatten().tolist() == [1, 1, 2, 2]
 
 
@@ -73,8 +84,13 @@ def test_segments_that_leave_rows_uncovered_are_our_mistake(segments):
 
 def test_rows_behind_the_last_segment_are_our_mistake(policy):
     plan = PackedAttention([Segment(0, 4)], CPU)
-    with pytest.raises(AssertionError, match="cover 4 of the forward's 6 rows"):
+    with pytest.raises(AssertionError, match="the plan covers 4 rows and the forward has 6"):
         policy.hidden(random_ids(6), torch.arange(6), plan)
+
+
+def test_segments_behind_the_last_row_are_our_mistake(policy):
+    with pytest.raises(AssertionError, match="the plan covers 4 rows and the forward has 3"):
+        policy.hidden(random_ids(3), torch.arange(3), PackedAttention([Segment(0, 4)], CPU))
 
 
 # ---- packed rows are the model's own
@@ -180,11 +196,13 @@ def test_gradients_through_a_shared_prefix_equal_those_of_separate_copies(archit
 # ---- padding
 
 
-def test_padding_has_no_gradient_and_no_nan():
+@in_every_order
+def test_padding_has_no_gradient_and_no_nan(fixed_order):
     """Rows of one segment, and of the prefix it sees, are all that its output depends on; the rest is exactly 0."""
     prefix, short, long = Segment(0, 3), Segment(3, 4, 0, 3), Segment(7, 7)
     query_HTD, key_GTD, value_GTD = (torch.randn(heads, 14, 4, requires_grad=True) for heads in (4, 2, 2))
-    out = PackedAttention([prefix, short, long], CPU).attend(0, query_HTD, key_GTD, value_GTD, 0.5)
+    plan = PackedAttention([prefix, short, long], CPU, fixed_order=fixed_order)
+    out = plan.attend(0, query_HTD, key_GTD, value_GTD, 0.5)
     out[3:7].square().sum().backward()
     for tensor, touched in ((query_HTD, range(3, 7)), (key_GTD, range(7)), (value_GTD, range(7))):
         assert tensor.grad is not None
@@ -194,89 +212,147 @@ def test_padding_has_no_gradient_and_no_nan():
         assert tensor.grad[:, list(touched)].any()
 
 
-def test_gradients_stay_finite_with_extreme_scores():
-    query_HTD, key_GTD, value_GTD = (torch.randn(heads, 9, 4) * 100 for heads in (4, 2, 2))
-    tensors = [tensor.requires_grad_() for tensor in (query_HTD, key_GTD, value_GTD)]
-    PackedAttention([Segment(0, 1), Segment(1, 5), Segment(6, 3, 1, 5)], CPU).attend(0, *tensors, 0.5).sum().backward()
-    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in tensors)
+@in_every_order
+def test_gradients_stay_finite_with_extreme_scores(fixed_order):
+    query_HTD, key_GTD, value_GTD = ((torch.randn(heads, 9, 4) * 100).requires_grad_() for heads in (4, 2, 2))
+    plan = PackedAttention([Segment(0, 1), Segment(1, 5), Segment(6, 3, 1, 5)], CPU, fixed_order=fixed_order)
+    plan.attend(0, query_HTD, key_GTD, value_GTD, 0.5).sum().backward()
+    for tensor in (query_HTD, key_GTD, value_GTD):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
 
 
-# ---- the cache
+# ---- a fixed order
 
 
-def prefill(policy: Policy, prompts: list[torch.Tensor], lanes: int, room: int) -> KeyValueCache:
-    cache = KeyValueCache(lanes)
-    for lane, ids_T in enumerate(prompts):
-        plan = PackedAttention([Segment(0, len(ids_T))], CPU, keep=True)
-        policy.hidden(ids_T, torch.arange(len(ids_T)), plan)
-        assert plan.kept is not None
-        cache.reserve(room, plan.kept)
-        cache.write(lane, plan.kept)
-    return cache
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.no_grad()
-def test_cached_decoding_equals_the_whole_sequence(architecture):
-    policy = make_policy(architecture)
-    whole = [random_ids(length, seed=length) for length in (15, 9, 20)]
-    lengths = [7, 1, 12]
-    cache = prefill(policy, [ids_T[:length] for ids_T, length in zip(whole, lengths, strict=True)], lanes=3, room=20)
-    for step in range(8):
-        positions_N = torch.tensor(lengths) + step
-        ids_N = torch.stack([ids_T[position] for ids_T, position in zip(whole, positions_N, strict=True)])
-        hidden_ND = policy.hidden(ids_N, positions_N, CachedAttention(cache, positions_N))
-        for row, ids_T in enumerate(whole):
-            assert_close(hidden_ND[row], own_hidden(policy, ids_T[: positions_N[row] + 1])[-1])
+def random_rows(num_rows: int, key_heads: int, ratio: int, size: int, seed: int = 0) -> list[torch.Tensor]:
+    """Queries, keys and values."""
+    numbers = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(heads, num_rows, size, generator=numbers) for heads in (key_heads * ratio, key_heads, key_heads)
+    ]
 
 
-def kept(num_tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    random_numbers = torch.Generator().manual_seed(seed)
-    return [(torch.randn(2, num_tokens, 4, generator=random_numbers), torch.randn(2, num_tokens, 3)) for _ in range(2)]
+def attend(tensors: Sequence[torch.Tensor], segments: Sequence[Segment], *, fixed_order: bool) -> torch.Tensor:
+    query_HTD, key_GTD, value_GTD = tensors
+    return PackedAttention(segments, CPU, fixed_order=fixed_order).attend(0, query_HTD, key_GTD, value_GTD, 0.3)
 
 
-def assert_lane_holds(cache: KeyValueCache, lane: int, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for (keys, values), (key, value) in zip(cache.layers, expected, strict=True):
-        assert torch.equal(keys[lane, :, : key.shape[1]], key)
-        assert torch.equal(values[lane, :, : value.shape[1]], value)
+def fixed(tensors: Sequence[torch.Tensor], segments: Sequence[Segment]) -> torch.Tensor:
+    return attend(tensors, segments, fixed_order=True)
 
 
-def test_growing_keeps_what_is_cached():
-    first, second = kept(5, 1), kept(3, 2)
-    cache = KeyValueCache(3)
-    cache.reserve(10, first)
-    cache.write(0, first)
-    cache.write(1, second)
-    before = cache.capacity
-    cache.reserve(before, first)
-    assert cache.capacity == before
-    cache.reserve(before + 1, second)
-    assert cache.capacity > before
-    assert_lane_holds(cache, 0, first)
-    assert_lane_holds(cache, 1, second)
+def test_what_is_summed_in_which_order():
+    """Of 70 prompt tokens and 3 own ones the last row sums blocks of 32, 32, 6, then its own, then the two."""
+    query_HTD, key_GTD, value_GTD = random_rows(73, 1, 1, 16)
+    ours = fixed([query_HTD, key_GTD, value_GTD], [Segment(0, 70), Segment(70, 3, 0, 70)])[72, 0]
+    scores_K = key_GTD[0] @ (query_HTD[0, 72] * 0.3)
+    weights_K = (scores_K - scores_K.max()).exp()
+
+    def block(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return weights_K[first:last] @ value_GTD[0, first:last], weights_K[first:last].sum()
+
+    parts = [block(0, 32), block(32, 64), block(64, 70), block(70, 73)]
+    (a, i), (b, j), (c, k), (own, total) = parts
+    torch.testing.assert_close(ours, (((a + b) + c) + own) / (((i + j) + k) + total), atol=1e-6, rtol=1e-6)
 
 
-def test_a_moved_lane_keeps_what_is_cached():
-    first, last = kept(4, 1), kept(6, 2)
-    cache = KeyValueCache(4)
-    cache.reserve(8, first)
-    cache.write(1, first)
-    cache.write(3, last)
-    cache.move(3, 0, 6)
-    assert_lane_holds(cache, 0, last)
-    assert_lane_holds(cache, 1, first)
+SEGMENTS = [
+    [Segment(0, 1)],
+    [Segment(0, 33), Segment(33, 4)],
+    [Segment(0, 40), Segment(40, 9, 0, 40), Segment(49, 64, 0, 40), Segment(113, 1, 0, 40)],
+    [Segment(0, 150), Segment(150, 7, 0, 150), Segment(157, 200, 0, 150), Segment(357, 32)],
+]
 
 
-@torch.no_grad()
-def test_what_an_earlier_occupant_left_is_not_seen(policy):
-    long, short = random_ids(20, 1), random_ids(4, 2)
-    cache = prefill(policy, [long], lanes=1, room=24)
-    plan = PackedAttention([Segment(0, 3)], CPU, keep=True)
-    policy.hidden(short[:3], torch.arange(3), plan)
-    assert plan.kept is not None
-    cache.write(0, plan.kept)
-    hidden_ND = policy.hidden(short[3:], torch.tensor([3]), CachedAttention(cache, torch.tensor([3])))
-    assert_close(hidden_ND[0], own_hidden(policy, short)[-1])
+@pytest.mark.parametrize("segments", SEGMENTS, ids=["one row", "two", "a group", "long ones"])
+@pytest.mark.parametrize(("key_heads", "ratio", "size"), [(2, 2, 8), (3, 3, 64), (1, 1, 12), (1, 5, 16)])
+def test_a_fixed_order_changes_nothing_but_the_order(segments, key_heads, ratio, size):
+    """Nor the gradients, which are those of the same function."""
+    num_rows = sum(segment.length for segment in segments)
+    tensors = [tensor.requires_grad_() for tensor in random_rows(num_rows, key_heads, ratio, size)]
+    direction = torch.randn(num_rows, key_heads * ratio, size, generator=torch.Generator().manual_seed(9))
+    ours, free = (attend(tensors, segments, fixed_order=fixed_order) for fixed_order in (True, False))
+    torch.testing.assert_close(ours, free, atol=1e-5, rtol=1e-5)
+    gradients = (torch.autograd.grad((output * direction).sum(), tensors) for output in (ours, free))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize(("key_heads", "ratio", "size"), [(2, 2, 8), (3, 3, 64), (1, 1, 12), (1, 5, 16)])
+def test_a_sequence_has_the_same_bits_in_any_company(key_heads, ratio, size):
+    """Of one to 200 rows, alone or beside others, in any order, with any number of threads."""
+    lengths = [1, 2, 5, 31, 32, 33, 64, 100, 130, 200]
+    starts = [0, *itertools.accumulate(lengths[:-1])]
+    tensors = random_rows(sum(lengths), key_heads, ratio, size)
+    segments = [Segment(start, length) for start, length in zip(starts, lengths, strict=True)]
+    together = fixed(tensors, segments)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(fixed(tensors, segments[::-1]), together)
+        for start, length in zip(starts, lengths, strict=True):
+            rows = slice(start, start + length)
+            alone = fixed([tensor[:, rows] for tensor in tensors], [Segment(0, length)])
+            assert torch.equal(alone, together[rows]), (threads, length)
+
+
+def test_a_row_has_the_same_bits_however_many_follow_it():
+    tensors = random_rows(150, 2, 3, 16)
+    whole = fixed(tensors, [Segment(0, 150)])
+    for length in (1, 3, 4, 31, 32, 33, 64, 129):
+        assert torch.equal(fixed([tensor[:, :length] for tensor in tensors], [Segment(0, length)]), whole[:length])
+
+
+def test_an_answer_has_the_same_bits_with_any_siblings():
+    tensors = random_rows(150, 2, 3, 16)
+    group = [Segment(0, 50), Segment(50, 30, 0, 50), Segment(80, 40, 0, 50), Segment(120, 30, 0, 50)]
+    whole = fixed(tensors, group)
+    for answer in group[1:]:
+        rows = [*range(50), *range(answer.start, answer.start + answer.length)]
+        pair = [Segment(0, 50), Segment(50, answer.length, 0, 50)]
+        assert torch.equal(fixed([tensor[:, rows] for tensor in tensors], pair), whole[rows])
+
+
+def test_how_many_scores_exist_at_a_time_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
+    tensors, segments = random_rows(357, 2, 2, 16), SEGMENTS[3][:3]
+    at_once = fixed(tensors, segments)
+    for scores in (1, 20_000, 200_000):
+        monkeypatch.setattr(attention, "SCORES", scores)
+        assert torch.equal(fixed(tensors, segments), at_once)
+
+
+def test_scores_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Of 600 rows: 128 at a time, each tile with the keys that its last row may see."""
+    tiles: list[tuple[int, int]] = []
+    real = attention._sum_of_blocks
+
+    def noted(weights_SGQK: torch.Tensor, value_SGKD: torch.Tensor, blocks: range):
+        tiles.append((weights_SGQK.shape[2], blocks.stop))
+        return real(weights_SGQK, value_SGKD, blocks)
+
+    monkeypatch.setattr(attention, "_sum_of_blocks", noted)
+    fixed(random_rows(600, 1, 1, 4), [Segment(0, 600)])
+    assert tiles == [(128, 128), (128, 256), (128, 384), (128, 512), (88, 608)]
+    assert BLOCK == 32
+
+
+def test_what_a_policy_computes_bitwise_is_what_it_computes_close(policy):
+    """The whole pass, filled up to whole tiles of rows, and its gradients."""
+    sequences = [random_ids(length, seed=length) for length in (5, 37, 1, 64, 12)]
+    close, exact = packed_hidden(policy, sequences), packed_hidden(bitwise(policy), sequences)
+    for one, other in zip(exact, close, strict=True):
+        assert_close(one, other)
+    for name, gradient in gradients(policy, exact).items():
+        scale = gradient.abs().max()
+        assert (gradients(policy, packed_hidden(policy, sequences))[name] - gradient).abs().max() <= 1e-5 * scale, name
 
 
 # ---- what is not implemented is refused by name
@@ -287,26 +363,3 @@ def test_a_sequence_longer_than_the_sliding_window_is_refused():
     packed_hidden(policy, [random_ids(16), random_ids(16)])
     with pytest.raises(UserError, match=r"MistralAttention attends within a sliding window of 16 tokens .* has 17"):
         packed_hidden(policy, [random_ids(3), random_ids(17)])
-
-
-def test_decoding_beyond_the_sliding_window_is_refused():
-    policy = make_policy("mistral")
-    with torch.no_grad():
-        cache = prefill(policy, [random_ids(15)], lanes=1, room=20)
-        for position, refused in ((15, False), (16, True)):
-            position_N = torch.tensor([position])
-            if refused:
-                with pytest.raises(UserError, match="sliding window of 16"):
-                    policy.hidden(random_ids(1), position_N, CachedAttention(cache, position_N))
-            else:
-                policy.hidden(random_ids(1), position_N, CachedAttention(cache, position_N))
-
-
-def test_soft_capped_attention_is_refused():
-    with pytest.raises(UserError, match="Gemma2Attention uses softcap in its attention"):
-        make_policy("gemma2")
-
-
-def test_attention_sinks_are_refused():
-    with pytest.raises(UserError, match="GptOssAttention uses s_aux in its attention"):
-        make_policy("gpt_oss")

@@ -51,6 +51,29 @@ def test_who_comes_second_waits_until_the_first_ends_its_unit() -> None:
     assert order == ["first ends", "second with 1"]
 
 
+def test_who_wants_all_cores_waits_for_them_and_is_not_overtaken() -> None:
+    pool = CorePool(2)
+    first, whole = SharedCores(pool), SharedCores(pool, always_all=True)
+    order: list[str] = []
+
+    def want_all() -> None:
+        with whole.busy(), whole.unit() as held:
+            assert torch.get_num_threads() == held
+            order.append(f"whole with {held}")
+            time.sleep(0.05)
+
+    worker = threading.Thread(target=want_all)
+    with first.busy():
+        with first.unit():
+            worker.start()
+            time.sleep(0.05)
+            order.append("first ends")
+        with first.unit():
+            order.append("first again")
+        worker.join(timeout=5)
+    assert order == ["first ends", "whole with 2", "first again"]
+
+
 @pytest.mark.parametrize("total", [1, 2, 3, 8])
 def test_no_core_is_ever_held_twice(total: int) -> None:
     pool = CorePool(total)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from headway.generate.torch_engine import TorchEngine
 from headway.models.cores import FixedCores
-from headway.models.policy import Policy, as_policy, load_policy, load_tokenizer, locate, save_policy
+from headway.models.paged import LayerShape
+from headway.models.policy import Policy, as_policy, in_dtype, load_policy, load_tokenizer, locate, save_policy
 from headway.models.weights import fingerprint
 from headway.stages import SampleRequest
 from headway.types import UserError
@@ -168,19 +169,6 @@ def test_a_folder_without_a_tokenizer(model_folder: Path, tmp_path: Path):
 # ---- models that can't be served right are refused by name
 
 
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ("mamba", "MambaForCausalLM keeps recurrent state"),
-        ("lfm2", "Lfm2ForCausalLM uses the attention interface of transformers in 1 of its 2 layers"),
-        ("bloom", "BloomForCausalLM uses the attention interface of transformers in 0 of its 2 layers"),
-        ("falcon", "FalconForCausalLM uses the attention interface of transformers in 0 of its 2 layers"),
-    ],
-)
-def test_architectures_that_mix_rows_in_their_own_way(architecture, message):
-    assert refusal(make_policy, architecture).startswith(message)
-
-
 def test_a_sliding_window_that_a_dozen_tokens_overflow():
     assert "sliding window of 8 tokens" in refusal(lambda: make_policy("mistral", sliding_window=8))
 
@@ -251,6 +239,33 @@ def test_two_loads_share_nothing(model_folder: Path):
 def test_weights_are_float32_whatever_the_folder_holds(model_folder: Path, tmp_path: Path):
     make_model().bfloat16().save_pretrained(tmp_path)
     assert {tensor.dtype for tensor in load_policy(str(tmp_path), "cpu").weights().values()} == {torch.float32}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def test_a_policy_in_bfloat16_is_the_same_model_with_coarser_numbers(settings):
+    """Parameters, so hidden states, keys and values too; angles of the rotary embedding stay exact."""
+    exact, model = make_policy(**settings), make_model(**settings)
+    half = in_dtype(as_policy(model), torch.bfloat16)
+    assert half.model is model
+    assert half.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert half.head.weight_VD is model.get_output_embeddings().weight
+    assert (half.head.weight_VD is model.get_input_embeddings().weight) == bool(settings)
+    ids_T = tiny.random_ids(20)
+    coarse, fine = (tiny.packed_hidden(policy, [ids_T])[0] for policy in (half, exact))
+    assert coarse.dtype == torch.bfloat16
+    gap_T = (coarse.float() - fine).norm(dim=1) / fine.norm(dim=1)
+    assert 1e-4 < gap_T.mean() < 0.05
+
+
+def test_whoever_looks_at_the_cache_knows_its_shapes():
+    """Two key heads of two query heads each; GPT-2 shares none, and DeepSeek's keys are longer than its values."""
+    assert make_policy("llama").cache_shapes == (LayerShape(2, 8, 8),) * 2
+    assert make_policy("qwen3").cache_shapes == (LayerShape(2, 16, 16),) * 2
+    assert make_policy("gpt2").cache_shapes == (LayerShape(4, 8, 8),) * 2
+    assert make_policy("deepseek_v3").cache_shapes == (LayerShape(4, 12, 8),) * 2
 
 
 # ---- a saved policy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.models.policy import Policy, as_policy, load_policy, load_tokenizer, save_policy
-from headway.models.weights import assign_weights, fingerprint, named_weights
+from headway.models.weights import assign_weights, fingerprint, free_storage, named_weights, take_storage
 from headway.types import UserError
 from tests import tiny
 
@@ -197,3 +197,45 @@ def test_every_dtype_and_layout_has_a_fingerprint(dtype):
     assert fingerprint({"a": tensor.t()}) == fingerprint({"a": tensor.t().contiguous()})
     assert fingerprint({"a": tensor[0, 0]}) != fingerprint({"a": tensor[0, 1]})
     assert fingerprint({"a": tensor[:0]})
+
+
+# ---- memory that is given back for a while
+
+
+def storage_bytes(weights: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def test_freed_weights_take_no_memory_and_can_be_filled_again(settings):
+    """The model's own parameters are the ones that come back, tied as they were."""
+    receiver, sender = tiny.make_policy(**settings), tiny.make_policy(seed=1, **settings)
+    weights, tensors = receiver.weights(), list(receiver.model.parameters())
+    size = storage_bytes(weights)
+    free_storage(weights)
+    assert storage_bytes(weights) == 0
+    take_storage(weights)
+    assert storage_bytes(weights) == size
+    assign_weights(weights, sender.weights())
+    assert fingerprint(receiver.weights()) == fingerprint(sender.weights())
+    assert all(one is other for one, other in zip(receiver.model.parameters(), tensors, strict=True))
+    for ours, theirs in zip(*(tiny.packed_hidden(of, [tiny.random_ids(9)]) for of in (receiver, sender)), strict=True):
+        assert torch.equal(ours, theirs)
+    assert (receiver.head.weight_VD is receiver.model.get_input_embeddings().weight) == bool(settings)
+
+
+def test_tensors_that_are_parts_of_one_storage_come_back_whole():
+    storage = torch.arange(6.0)
+    weights = {"head": storage[:2], "tail": storage[2:].view(2, 2)}
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    free_storage(weights)
+    take_storage(weights)
+    assert storage.untyped_storage().nbytes() == 24
+    assign_weights(weights, expected)
+    assert storage.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_taking_twice_keeps_what_is_there():
+    weights = {"a": torch.arange(3.0)}
+    take_storage(weights)
+    assert weights["a"].tolist() == [0, 1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,9 +38,20 @@ def test_figures_by_hand(policy):
             "canary_kl_k1": -0.3,
             "canary_kl_k3": (2 * (1.648721 - 1 - 0.5) + (0.904837 - 1 + 0.1)) / 3,
             "canary_max_abs_log_ratio": 0.5,
+            "canary_unequal_tokens": 3,
         },
         abs=1e-5,
     )
+
+
+def test_a_phrase_that_was_put_in_is_not_among_a_canarys_tokens(policy):
+    """Its tokens have log-prob 0, and nobody sampled them."""
+    sampled = canary(policy, [3, 4, 5, 6])
+    logprobs = (*sampled.logprobs[:1], 0.0, 0.0, *sampled.logprobs[3:])
+    with_phrase = replace(sampled, logprobs=logprobs, mask=(True, False, False, True))
+    metrics = canary_metrics(make_trainer(policy), [with_phrase], version=3, micro_batch_tokens=99)
+    assert metrics["canary_tokens"] == 2
+    assert metrics["canary_max_abs_log_ratio"] < 1e-5
 
 
 def test_only_canaries_of_the_trainers_version_count(policy):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headway.config import Train
 from headway.models.attention import Segment
+from headway.models.distribution import Shape
 from headway.prepare.pack import Packed, Packing, deal, pack
 from headway.train.local import LocalTrainer
 from headway.types import Rollout
@@ -69,7 +70,7 @@ B11_LOGITS = [[0.0, 1.0, 2.0], [2.0, 0.0, 1.0], [1.0, 2.0, 0.0]]
 def test_b11_packed_log_probs_are_those_of_the_row_before():
     """Without the shift the first answer's sum would be -7.222818; across the documents -1.407606 would be added."""
     ((one,),) = packed([rollout(asked("1", 0, 1), [2, 2, 0]), rollout(asked("2", 1), [0, 0])])
-    trainer = LocalTrainer(make_bigram(B11_LOGITS), Train(learning_rate=0), temperature=1.0, num_steps=1)
+    trainer = LocalTrainer(make_bigram(B11_LOGITS), Train(learning_rate=0), shape=Shape(), num_steps=1)
     logp_N = trainer.forward(one.rows).logp_N
     expected = [-1.407606, -2.407606, -1.407606, -0.407606, -2.407606]
     assert logp_N.tolist() == pytest.approx(expected, abs=1e-5)
@@ -119,6 +120,25 @@ def test_b12e_masked_tokens_are_rows_and_are_not_trained():
     ((one,),) = packed(answers)
     assert one.rows.ids_T.tolist() == [1, 5, 8, 6, 7]
     assert one.rows.row_N.tolist() == [0, 2, 4]
+
+
+def test_the_kept_set_of_every_trained_token_goes_with_it():
+    """And of no other: tokens that were put in have none, and an answer drawn from the whole vocabulary has None."""
+    p = asked("p", 1)
+    truncated = rollout(p, [5, 8, 6], member=0, mask=[True, False, True], kept=[[4, 5], None, [6, 7, 9]])
+    ((one,),) = packed([truncated, rollout(p, [7, 3], member=1)])
+    assert one.rows.target_N.tolist() == [5, 6, 7, 3]
+    assert one.rows.kept == ([4, 5], [6, 7, 9], None, None)
+    ((one,),) = packed([rollout(p, [7, 3], kept=[None, None])])
+    assert one.rows.kept is None
+
+
+def test_what_a_trained_token_follows_is_its_prompt_and_its_own_answer():
+    """For a repetition penalty. Prompts 1 2 and 3; answers 4 5, 6 (of the first) and 7 4 7."""
+    one_prompt, other = asked("p", 1, 2), asked("q", 3)
+    answers = [rollout(one_prompt, [4, 5]), rollout(one_prompt, [6], member=1), rollout(other, [7, 4, 7])]
+    ((one,),) = packed(answers)
+    assert [ids.tolist() for ids in one.rows.seen()] == [[1, 2], [1, 2, 4], [1, 2], [3], [3, 7], [3, 4, 7]]
 
 
 def test_an_answer_without_tokens_adds_no_row():

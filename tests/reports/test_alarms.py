@@ -110,3 +110,10 @@ def test_a_run_that_measured_nothing_has_a_summary(write_run, make) -> None:
     figures = outcome.outcome(read_run(write_run([make.began(0)])))
     assert (figures["trust"], figures["alarms"], figures["unsound"]) == ({}, [], [])
     assert outcome.describe(figures) == "0 steps in 0:00"
+
+
+def test_one_token_that_is_off_under_bitwise_parity_is_an_alarm_at_once() -> None:
+    assert _raised(_rows("unequal_tokens", 0, 1, 1, 0, 2)) == [[], ["unequal_tokens"], [], [], ["unequal_tokens"]]
+    (alarm,) = alarms(_rows("unequal_tokens", 0, 1, 1, 0, 2), 8)
+    assert (alarm.first, alarm.last, alarm.num_steps) == (5, 5, 3)
+    assert alarm.says.startswith("2 tokens that were sampled by the weights they train have other log-probs there")

@@ -602,6 +602,16 @@ def test_without_overlap_rollouts_pause_from_the_batch_to_its_weights():
     assert tickets[2].oldest_version == 0
 
 
+def test_an_engine_that_sleeps_while_a_batch_is_trained_ends_its_evaluation_before():
+    ledger, rules = ledger_of(evaluation_size=1), Rules(1, overlap=False, by_turns=True)
+    asked = ledger.evaluate()
+    answer(ledger, *[ledger.start() for _ in range(2)])
+    assert rules.batch(ledger) is None
+    assert Rules(1, overlap=False).batch(ledger) is not None
+    answer(ledger, asked)
+    assert rules.batch(ledger) == list(ledger.active.values())
+
+
 def test_a_rollout_that_pauses_after_the_weights_it_was_to_wait_for_goes_on_at_once():
     """On the wall clock an engine may need longer to its next token than the trainer for its step."""
     ledger, rules = ledger_of(), Rules(1, overlap=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headway.models.policy import in_dtype
 from headway.models.weights import fingerprint
 from headway.sync.memory import MemorySync
 from headway.types import UserError
@@ -107,6 +108,19 @@ def test_the_engine_does_not_share_the_trainers_storage(policy):
 
     published, engine_hash = run(program())
     assert engine_hash == published
+
+
+def test_an_engine_that_keeps_weights_in_another_dtype_is_compared_in_that_one(policy):
+    trainer_policy = make_policy(seed=1)
+    in_bf16 = in_dtype(policy, torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in in_bf16.weights().items()}
+
+    async def program():
+        async with engine_of(in_bf16) as engine:
+            await MemorySync(engine, verify=True, dtypes=dtypes).sync(trainer_policy.weights(), 1)
+            return await engine.fingerprint()
+
+    assert run(program()) != fingerprint(trainer_policy.weights()), "it was rounded"
 
 
 def test_a_refusal_reaches_the_caller(policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,21 @@ import pytest
 import torch
 
 from headway.config import AdapterSettings, Train
-from headway.models.policy import Policy, add_adapter
+from headway.models.cores import FixedCores
+from headway.models.distribution import Shape
+from headway.models.policy import Policy, add_adapter, with_parity
 from headway.models.rows import Rows
 from headway.models.weights import fingerprint
 from headway.prepare.pack import Packing, pack
 from headway.train.local import LocalTrainer
 from headway.types import UserError
-from tests.tiny import make_bigram, make_policy, own_logprobs, prompt, rollout
+from tests.batches import make_critic
+from tests.tiny import make_bigram, make_policy, own_logprobs, plain, prompt, random_ids, rollout
 
 
 def make_trainer(policy: Policy, *, temperature: float = 1.0, num_steps: int = 10, **settings: Any) -> LocalTrainer:
     return LocalTrainer(
-        policy, Train(**{"learning_rate": 1e-2, **settings}), temperature=temperature, num_steps=num_steps
+        policy, Train(**{"learning_rate": 1e-2, **settings}), shape=Shape(temperature), num_steps=num_steps
     )
 
 
@@ -167,6 +171,50 @@ def test_log_probs_are_the_models_own_at_the_sampling_temperature(policy, temper
     assert (entropy_N > 0).all()
 
 
+def test_log_probs_are_those_among_the_kept_ids(policy):
+    """log p(token) - log p(kept), with entropies of the same distribution, for trainer and reference alike."""
+    whole = two_answers()
+    kept = ([3, 5], None, [0, 4, 7, 9], [5], [6, 8])
+    trainer = with_reference(policy, temperature=0.7)
+    full_NV = _own_distributions(policy, temperature=0.7)
+    expected = [
+        full_N[target] - (full_N[list(ids)].logsumexp(0) if ids else 0.0)
+        for full_N, target, ids in zip(full_NV, whole.target_N.tolist(), kept, strict=True)
+    ]
+    for reference in (False, True):
+        result = trainer.forward(replace(whole, kept=kept), reference=reference)
+        torch.testing.assert_close(result.logp_N, torch.stack(expected), atol=1e-5, rtol=0)
+        assert result.logp_N[3] == result.entropy_N[3] == 0.0, "one id was left to choose from"
+        p = (full_NV[0][3] - full_NV[0][[3, 5]].logsumexp(0)).exp()
+        by_hand = -(p * p.log() + (1 - p) * (1 - p).log())
+        assert result.entropy_N[0] == pytest.approx(by_hand.item(), abs=1e-5)
+
+
+def test_log_probs_are_those_after_a_repetition_penalty(policy):
+    """Logits of the ids of prompt and answer so far, divided by 2 where positive and multiplied where negative."""
+    trainer = LocalTrainer(policy, Train(learning_rate=0.0), shape=Shape(0.7, 2.0), num_steps=9)
+    expected = []
+    for answer in ([3, 27], [4, 5, 6]):
+        context = list(prompt("1+2=").tokens)
+        for target in answer:
+            logits_V = plain(policy)(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].detach()
+            penalised_V = torch.where(logits_V > 0, logits_V / 2, logits_V * 2)
+            is_seen_V = torch.isin(torch.arange(len(logits_V)), torch.tensor(context))
+            shaped_V = torch.where(is_seen_V, penalised_V, logits_V) / 0.7
+            expected.append(shaped_V[target] - shaped_V.logsumexp(0))
+            context.append(target)
+    torch.testing.assert_close(trainer.forward(two_answers()).logp_N, torch.stack(expected), atol=1e-5, rtol=0)
+
+
+def _own_distributions(policy: Policy, temperature: float) -> torch.Tensor:
+    """Log-probs [N, V] before each token of `two_answers`, by the model's own forward pass."""
+    contexts = [
+        prompt("1+2=").tokens + answer[:length] for answer in ((3,), (4, 5)) for length in range(len(answer) + 1)
+    ]
+    logits_NV = [plain(policy)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in contexts]
+    return torch.log_softmax(torch.stack(logits_NV).detach() / temperature, -1)
+
+
 def test_forward_and_forward_backward_agree(policy):
     trainer = make_trainer(policy)
     logp_N, entropy_N = logprobs_and_entropy(trainer)
@@ -177,14 +225,38 @@ def test_forward_and_forward_backward_agree(policy):
     assert not result.logp_N.requires_grad
 
 
+@pytest.mark.parametrize("trainer_of", [make_trainer, make_critic])
+def test_gradients_are_the_same_bits_every_time_on_two_threads(trainer_of):
+    """A long prompt that many answers share: its keys, and its last row, get a gradient from each of them. Sums large
+    enough for torch to share them out.
+    """
+    policy = make_policy(hidden_size=128, num_attention_heads=4, head_dim=32, max_position_embeddings=512)
+    policy = with_parity(policy, "bitwise")
+    question = replace(prompt("1+2="), tokens=tuple(random_ids(200).tolist()))
+    answers = [rollout(question, random_ids(9, seed).tolist(), member=seed) for seed in range(32)]
+    ((one,),) = pack(answers, [0] * 32, range(32), Packing(9999))
+    trainer = trainer_of(policy)
+    model = policy.model if trainer_of is make_trainer else trainer._model
+    seen = set()
+    try:
+        trainer._cores = FixedCores(2)
+        for _ in range(5):
+            trainer.forward_backward(one.rows, lambda x_N: (x_N * torch.linspace(-1, 1, len(x_N))).sum())
+            seen.add(fingerprint({name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+            model.zero_grad()
+    finally:
+        torch.set_num_threads(1)
+    assert len(seen) == 1
+
+
 # ---- the frozen reference
 
 
-def with_reference(policy: Policy, **settings: Any) -> LocalTrainer:
+def with_reference(policy: Policy, *, temperature: float = 1.0, **settings: Any) -> LocalTrainer:
     return LocalTrainer(
         policy,
         Train(**{"learning_rate": 0.01, **settings}),
-        temperature=1.0,
+        shape=Shape(temperature),
         num_steps=9,
         reference=copy.deepcopy(policy),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headway.batch import Batch
+from headway.models.distribution import Shape
 from headway.models.policy import Policy
 from headway.models.weights import fingerprint, named_weights
 from headway.objectives.named import objective
@@ -296,7 +297,7 @@ def test_warnings_of_several_optimizer_steps_are_said_once():
             return {**super().optim_step(), "warning": "the gradient is not finite (nan)"}
 
     policy = make_policy()
-    trainer = Broken(policy, make_trainer(policy)._settings, temperature=1.0, num_steps=9)
+    trainer = Broken(policy, make_trainer(policy)._settings, shape=Shape(), num_steps=9)
     batch = prepared(GRPO, many_groups(), optimizer_steps=2, trainer=trainer)
     assert train_step(trainer, None, GRPO, batch).metrics["warning"] == "the gradient is not finite (nan)"
 

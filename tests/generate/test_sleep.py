@@ -1,0 +1,212 @@
+"""Sleep and wake: memory is given back and taken again, and rollouts in flight notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.models.policy import Policy, with_parity
+from headway.models.weights import fingerprint
+from headway.types import Prompt, UserError
+from tests.generate.harness import Pass, Passes, accounted, answers, ask, engine_of, run
+from tests.tiny import make_policy, random_ids
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return with_parity(make_policy(), "bitwise")
+
+
+REQUESTS = [
+    ask(prompt, num, member=member, temperature=temperature)
+    for member, (prompt, num, temperature) in enumerate(
+        [("1+2=", 20, 1.0), ("1+2=", 12, 0.7), ("a", 30, 1.0), ("0123456789+-", 25, 1.3), ("bb c", 14, 0.0)]
+    )
+]
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["the cache", "cache and weights"])
+@pytest.mark.parametrize("number", [0, 1, 7], ids=["in a prompt", "at its first token", "later"])
+def test_rollouts_in_flight_survive_it_in_every_bit(policy, number, weights):
+    """Four of five are in flight, one waits; prompts take two passes. They stand still while it lasts."""
+    own = make_policy().weights()
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=4, prefill_tokens=10) as engine:
+            tasks = [asyncio.create_task(engine.sample(request)) for request in REQUESTS]
+            async with passes.held_at(number):
+                asleep = asyncio.create_task(engine.sleep(weights=weights))
+            await asleep
+            before = len(passes.seen)
+            await asyncio.sleep(0.02)
+            assert len(passes.seen) == before == number + 1
+            if weights:
+                await engine.load(own, 0)
+            await engine.wake()
+            samples = await asyncio.gather(*tasks)
+            await accounted(engine)
+            return samples
+
+    samples = run(program())
+    assert samples == answers(with_parity(make_policy(), "bitwise"), REQUESTS)
+
+
+def test_what_was_in_the_cache_is_computed_again(policy):
+    """A prompt of 4 tokens, and the 3 tokens sampled by then; another's prompt of 3, which waited in the cache."""
+
+    async def program():
+        passes = Passes(policy)
+        async with engine_of(policy, lanes=2) as engine:
+            await engine.sample(ask("abc", 1))
+            task = asyncio.create_task(engine.sample(ask("1+2=", 5)))
+            async with passes.held_at(3):
+                asleep = asyncio.create_task(engine.sleep())
+            await asleep
+            del passes.seen[:]
+            await engine.wake()
+            await task
+            await engine.sample(ask("abc", 1))
+        return passes.seen
+
+    assert run(program()) == [Pass(0, 4), Pass(0, 3), Pass(1), Pass(0, 3)]
+
+
+def test_what_is_asked_for_while_it_sleeps_waits_until_it_wakes(policy):
+    """And may be looked at, interrupted and given up meanwhile."""
+
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.sleep()
+            requests = [ask("abc", 6, member=member) for member in range(3)]
+            tasks = [asyncio.create_task(engine.sample(request)) for request in requests]
+            await asyncio.sleep(0.01)
+            look = await engine.peek(requests[0])
+            engine.interrupt(requests[1])
+            tasks[2].cancel()
+            interrupted = await tasks[1]
+            status = await engine.status()
+            assert not tasks[0].done()
+            await engine.wake()
+            sample = await tasks[0]
+            return look, interrupted, sample, status, await engine.status()
+
+    look, interrupted, sample, asleep, awake = run(program())
+    assert look == interrupted
+    assert (look.tokens, look.finish) == ((), "interrupted")
+    assert sample == answers(policy, [ask("abc", 6)])[0]
+    assert (asleep.asleep, awake.asleep) == (True, False)
+    assert (asleep.num_passes, asleep.blocks_free, asleep.num_lanes) == (0, asleep.blocks, 0)
+    assert (awake.num_lanes, awake.num_waiting) == (0, 0)
+
+
+def test_weights_that_were_given_up_must_come_before_it_wakes(policy):
+    """Refused ones do not count. Nothing can be said of weights that are not there."""
+    new = make_policy(seed=1)
+
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.sleep(weights=True)
+            for call in (engine.wake(), engine.fingerprint()):
+                with pytest.raises(UserError, match="weights were given up when it went to sleep: load new ones first"):
+                    await call
+            with pytest.raises(UserError, match="was not sent"):
+                await engine.load({}, 1)
+            with pytest.raises(UserError, match="load new ones first"):
+                await engine.wake()
+            await engine.load(new.weights(), 3)
+            said = await engine.fingerprint()
+            assert (await engine.status()).asleep, "weights alone wake nobody"
+            await engine.wake()
+            return said, await engine.sample(ask("abc", 6))
+
+    said, sample = run(program())
+    assert said == fingerprint(new.weights())
+    assert sample.versions == (3,) * 6
+    assert sample.logprobs == answers(with_parity(make_policy(seed=1), "bitwise"), [ask("abc", 6)])[0].logprobs
+
+
+def test_weights_that_come_while_it_sleeps_with_its_own_are_those_it_wakes_with(policy):
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.sleep()
+            await engine.load(make_policy(seed=1).weights(), 1)
+            await engine.wake()
+            return await engine.sample(ask("abc", 6))
+
+    assert run(program()).versions == (1,) * 6
+
+
+def test_sleeping_twice_is_sleeping_once_and_waking_twice_too(policy):
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.wake()
+            await engine.sleep()
+            await engine.sleep(weights=True)
+            await engine.sleep(weights=True)
+            await engine.load(make_policy().weights(), 0)
+            await engine.wake()
+            await engine.wake()
+            return await engine.sample(ask("abc", 6))
+
+    assert run(program()) == answers(with_parity(make_policy(), "bitwise"), [ask("abc", 6)])[0]
+
+
+def test_an_engine_is_closed_in_its_sleep(policy):
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.sleep(weights=True)
+            task = asyncio.create_task(engine.sample(ask("abc", 6)))
+            await asyncio.sleep(0)
+            await engine.close()
+            with pytest.raises(RuntimeError, match="the engine is closed"):
+                await task
+
+    run(program())
+
+
+def resident_mb() -> float:
+    """Memory of this process that is there."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a system that says how much memory is taken")
+def test_memory_is_given_back_and_taken_again():
+    """Again and again. The cache: two blocks of 1 MiB of each of 24 prompts are written, 50 MB of the budget's 210. The
+    weights: embedding and head, each of 64 by 75,000, 38 MB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+    sizes = {"hidden_size": 64, "head_dim": 256, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    policy = make_policy(**sizes, vocab_size=75_000, initializer_range=0.02)
+    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    requests = [ask(Prompt(str(seed), "", tuple(random_ids(60, seed).tolist())), 1) for seed in range(24)]
+
+    async def program():
+        async with engine_of(policy, lanes=24, cache_blocks=200, decode=str) as engine:
+            for _ in range(3):
+                await asyncio.gather(*(engine.sample(request) for request in requests))
+                trim(0)  # what the test itself and passes before it have given back is not at issue here
+                full = resident_mb()
+                await engine.sleep()
+                without_cache = resident_mb()
+                await engine.sleep(weights=True)
+                without_both = resident_mb()
+                await engine.load(weights, 0)
+                await engine.wake()
+                yield full, without_cache, without_both, resident_mb()
+
+    async def all_of_it():
+        return [resident async for resident in program()]
+
+    first, *later = run(all_of_it())
+    for full, without_cache, without_both, awake in (first, *later):
+        assert full - without_cache > 44
+        assert without_cache - without_both > 34
+        assert awake - without_both == pytest.approx(38, abs=5)
+    for resident in later:
+        assert all(now < before + 30 for now, before in zip(resident, first, strict=True))
