@@ -315,6 +315,7 @@ class InProcessStages:
     def __init__(self, parts: Parts, folder: RunFolder) -> None:
         self._parts, self._folder = parts, folder
         config = parts.config
+        self._sleep = config.generate.sleep
         self._trainer_thread = ThreadPoolExecutor(1, "headway trainer")
         canaries = CanarySettings(config.diagnostics.canary_tokens, parts.sampling, config.run.seed)
         self._engine = TorchEngine(
@@ -371,8 +372,8 @@ class InProcessStages:
 
     async def prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int) -> Batch:
         canaries = await self._canaries.finished()
-        if (sleep := self._parts.config.generate.sleep) != "none":
-            await self._engine.sleep(weights=sleep == "weights")
+        if self._sleep != "none":  # what is in flight has been told to pause, and an evaluation has ended
+            await self._engine.sleep(weights=self._sleep == "weights")
         return await self._on_trainer_thread(lambda: self._prepare(groups, version, canaries))
 
     def _prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int, canaries: Sequence[Rollout]) -> Batch:
@@ -438,7 +439,8 @@ class InProcessStages:
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         await self._sync.sync(weights, version)
-        await self._engine.wake()
+        if self._sleep != "none":
+            await self._engine.wake()
         await self._canaries.start(version)
 
     async def save(self, progress: Mapping[str, Any], tickets: Sequence[Ticket]) -> None:

@@ -145,6 +145,7 @@ def rules(config: Config, *, simulated: bool = False) -> Rules:
         max_restarts=schedule.max_restarts or 1,
         in_flight=schedule.in_flight or ("pinned" if simulated else "keep"),
         overlap=schedule.overlap,
+        by_turns=config.generate.sleep != "none",
         dynamic_sampling=schedule.dynamic_sampling,
         deadline_s=schedule.deadline_s,
         resend_s=config.sync.resend_s,

@@ -34,7 +34,7 @@ from headway.models.attention import AttentionPlan, PackedAttention, Segment
 from headway.models.distribution import Head, logprobs
 from headway.models.paged import LayerShape
 from headway.models.parity import bitwise
-from headway.models.weights import named_weights
+from headway.models.weights import named_weights, own_storage
 from headway.types import Parity, UserError, did_you_mean, nearest
 
 transformers_logging.disable_progress_bar()
@@ -157,7 +157,9 @@ def load_policy(
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers in their place
         raise UserError(f"{path} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them")
-    policy = add_adapter(as_policy(model.to(target)), adapter or AdapterSettings(), seed)
+    model = model.to(target)
+    own_storage(model)
+    policy = add_adapter(as_policy(model), adapter or AdapterSettings(), seed)
     return with_parity(policy, parity)
 
 

@@ -62,6 +62,13 @@ def fingerprint(weights: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.
     return digest.hexdigest()
 
 
+def own_storage(model: torch.nn.Module) -> None:
+    """Weights that lie in a mapped file get memory of their own, which can be given back."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
 def free_storage(weights: Mapping[str, torch.Tensor]) -> None:
     """Give back the memory of these tensors and of whatever shares it; until `take_storage` nobody may look at them."""
     for tensor in weights.values():

@@ -28,6 +28,7 @@ class Rules:
     in_flight: what becomes of rollouts in flight when new weights come; keep, recompute and pinned are their stage's
     affair, and alike for the schedule.
     overlap: rollouts go on while a batch is trained; False: they pause until its weights are published.
+    by_turns: the engine sleeps while a batch is trained, so that an evaluation ends before one is taken.
     dynamic_sampling: groups whose rewards are all the same are replaced.
     deadline_s: time in lanes after which a rollout is interrupted; after as long again its engine has lost it.
     resend_s: after this without an acknowledgement weights are sent again, `max_sends` times in all; then the run ends.
@@ -41,6 +42,7 @@ class Rules:
     max_restarts: int = 1
     in_flight: InFlight = "keep"
     overlap: bool = True
+    by_turns: bool = False
     dynamic_sampling: bool = False
     deadline_s: float | None = None
     resend_s: float | None = None
@@ -106,6 +108,8 @@ class Rules:
     def batch(self, ledger: Ledger) -> list[Group] | None:
         """Groups for the idle trainer, once there are enough in its order; the rest when the data end."""
         if ledger.trainer_busy or ledger.steps_done or ledger.save_due:
+            return None
+        if self.by_turns and ledger.evaluation is not None:
             return None
         size = ledger.settings.groups_per_batch
         if len(ledger.ready) < size:

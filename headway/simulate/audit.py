@@ -127,6 +127,7 @@ class _Audit:
         self.live: dict[int, Answer] = {}
         self.lost: dict[tuple[int, int], int] = {}
         self.asked: dict[int, int] = {}
+        self.answered: set[int] = set()  # versions whose evaluation has ended in this life
         self.batch: list[int] | None = None
         self.publishing = self.saving = self.ended = False
         self._begin(life.began_from)
@@ -476,6 +477,8 @@ class _Audit:
         groups = event["groups"]
         if self.batch is not None or self.saving:
             self.wrong("the trainer takes a batch and is busy")
+        if self._engine_is_needed():
+            self.wrong("the trainer takes a batch during an evaluation, and the engine would sleep")
         if event["version"] != self.lineage.trained:
             self.wrong(f"it is taken at version {event['version']}, and {self.lineage.trained} is trained")
         unfit = [group for group in groups if not self._is_active(group) or not self._ready(group)]
@@ -576,7 +579,15 @@ class _Audit:
         if event["version"] != self.lineage.published or event["num"] + event["num_unscored"] != size:
             self.wrong(f"an evaluation of version {event['version']} had {event['num']} answers of {size}")
         self.lineage.evaluated.add(event["version"])
+        self.answered.add(event["version"])
         self.asked.clear()
+
+    def _engine_is_needed(self) -> bool:
+        """An evaluation is under way, and the engine would sleep while a batch is trained."""
+        config, version = self.scenario.config, self.lineage.published
+        every = config.evaluate.every
+        due = bool(config.evaluate.size) and (version == 0 or (every > 0 and version % every == 0))
+        return config.generate.sleep != "none" and due and version not in self.answered
 
     def _on_ended(self, event: Event) -> None:
         self.ended = True
@@ -588,7 +599,7 @@ class _Audit:
         line = self.lineage
         if line.published >= self.scenario.config.run.steps:
             return
-        busy = self.batch is not None or self.saving or line.trained > line.published
+        busy = self.batch is not None or self.saving or line.trained > line.published or self._engine_is_needed()
         num_ready = sum(map(self._ready, line.answers))
         if self.schedule.order == "finished" and num_ready >= self.size and not busy:
             self.wrong(f"afterwards the trainer is idle, and {num_ready} groups are ready")

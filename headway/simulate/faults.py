@@ -167,6 +167,9 @@ def scenario(seed: int) -> Scenario:
             config = Config.model_validate(settings)
         except ValidationError:
             continue
+        if random.Random(f"sleep:{seed}").random() < 0.5 and _can_sleep(config):
+            settings["generate"] |= {"sleep": "cache"}
+            config = Config.model_validate(settings)
         faults = _faults(pick, config, num_groups, longest * unit)
         if any(fault.kind in ("lost sync", "silent engine") for fault in faults):
             settings["sync"] = {"resend_s": config.simulate.sync_time + pick.choice([0.5, 1.0, 4.0])}
@@ -183,6 +186,11 @@ def scenario(seed: int) -> Scenario:
             reads_late=pick.random() < 0.3,
             faults=faults,
         )
+
+
+def _can_sleep(config: Config) -> bool:
+    """Whether no rollout is in flight beside a train step."""
+    return config.schedule.run_ahead == 0 or not config.schedule.overlap
 
 
 def _sizes(pick: random.Random, num_groups: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.models.policy import Policy, with_parity
+from headway.models.policy import Policy, load_policy, with_parity
 from headway.models.weights import fingerprint
 from headway.types import Prompt, UserError
 from tests.generate.harness import Pass, Passes, accounted, answers, ask, engine_of, run
@@ -129,6 +129,23 @@ def test_weights_that_were_given_up_must_come_before_it_wakes(policy):
     assert said == fingerprint(new.weights())
     assert sample.versions == (3,) * 6
     assert sample.logprobs == answers(with_parity(make_policy(seed=1), "bitwise"), [ask("abc", 6)])[0].logprobs
+
+
+def test_weights_out_of_a_model_folder_can_be_given_up_too(model_folder):
+    """They lie in a mapped file at first, which nobody can shrink."""
+    policy = load_policy(str(model_folder), "cpu")
+    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
+
+    async def program():
+        async with engine_of(policy) as engine:
+            before = await engine.sample(ask("abc", 6))
+            await engine.sleep(weights=True)
+            await engine.load(weights, 0)
+            await engine.wake()
+            return before, await engine.sample(ask("abc", 6))
+
+    before, after = run(program())
+    assert before == after
 
 
 def test_weights_that_come_while_it_sleeps_with_its_own_are_those_it_wakes_with(policy):

@@ -26,7 +26,7 @@ from headway.prepare.pack import Packing, pack
 from headway.stages import Force, Sample, SampleRequest
 from headway.train.local import LocalTrainer
 from headway.types import Prompt, Rollout
-from tests.generate.harness import engine_of, run
+from tests.generate.harness import LIMIT_S, engine_of, run
 from tests.generate.meddling import Meddled, meddled_with
 
 LONGEST_PROMPT, LONGEST_ANSWER = 45, 36
@@ -128,9 +128,9 @@ class Schedule:
             **options,
         )
 
-    def play(self, policy: Policy) -> Schedule:
+    def play(self, policy: Policy, limit_s: float = LIMIT_S) -> Schedule:
         """Let an engine answer all requests; whatever interrupts them, they go on."""
-        self.samples, self.status = run(self._play(policy))
+        self.samples, self.status = run(self._play(policy), limit_s)
         return self
 
     async def _play(self, policy: Policy) -> tuple[list[Sample], EngineStatus]:
