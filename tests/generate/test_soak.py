@@ -1,7 +1,7 @@
 """Hours of rollouts with everything that may come between: nothing leaks, and at idle every block is accounted for.
 
-SmolLM2-135M at 300 tokens per second samples 2.2 million tokens in two hours. A tiny model samples as many in minutes,
-in the same engine; the everyday test has 20 seconds' worth.
+SmolLM2-135M at 300 tokens per second samples 2.2 million tokens in two hours, here 64,000 rollouts. A tiny model takes
+minutes for them, in the same engine; the everyday test has 20 seconds' worth.
 """
 
 from __future__ import annotations
