@@ -30,7 +30,7 @@ import torch
 from headway.generate.lane import Decode, Lane
 from headway.generate.prefixes import Prefix, Prefixes
 from headway.generate.randomness import uniforms
-from headway.models.cores import Cores
+from headway.models.cores import Cores, dismiss_helpers
 from headway.models.distribution import sample
 from headway.models.paged import CachedPass, KeyValuePool, Stretch, num_blocks_for
 from headway.models.policy import Policy
@@ -123,6 +123,7 @@ class TorchEngine:
         self._closed = False
         self._failure: BaseException | None = None
         self._hand_over = threading.Lock()  # the engine must not end between a look at it and the command it is given
+        dismiss_helpers()  # those of the thread that has loaded the model
         self._thread = threading.Thread(target=self._serve, name="headway engine", daemon=True)
         self._thread.start()
 

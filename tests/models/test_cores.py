@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +127,23 @@ def test_with_one_core_both_workers_get_their_turns() -> None:
     for worker in workers:
         worker.join(timeout=5)
     assert min(num_units) > 0.8 * max(num_units)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
+def test_helpers_are_gone_when_a_worker_has_nothing_to_do():
+    """In a process of its own: what other tests have computed leaves threads behind."""
+    program = """
+import os, torch
+from headway.models.cores import FixedCores
+cores = FixedCores(2)
+with cores.busy():
+    with cores.unit():
+        before = len(os.listdir("/proc/self/task"))
+        torch.ones(1_000_000).exp_()
+        helped = len(os.listdir("/proc/self/task"))
+print(before, helped, len(os.listdir("/proc/self/task")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    before, helped, after = map(int, done.stdout.split())
+    assert helped == before + 1
+    assert after == before
