@@ -45,10 +45,10 @@ class Meddled:
         tasks = [asyncio.create_task(self._whole(*pair)) for pair in zip(requests, gates, strict=True)]
         self._to_come = gates[::-1]
         self.arrive(first)
-        while not all(task.done() for task in tasks):
+        while under_way := [task for task in tasks if not task.done()]:  # those done would end each wait at once
             if not self.in_flight:
                 self.arrive(1)
-            await asyncio.wait(tasks, timeout=0.001, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(under_way, timeout=0.001, return_when=asyncio.FIRST_COMPLETED)
             if any(task.done() and task.exception() for task in (*tasks, *self._asked)):
                 break  # the first one is raised here
         await self.answered()
