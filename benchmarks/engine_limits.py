@@ -65,14 +65,8 @@ class Products:
             for group in _as_one(inside)
         ]
         self._head_VK = torch.randn(head.out_features, head.in_features, device=device)
-
-    @functools.cache  # noqa: B019
-    def layers_s(self, rows: int) -> float:
-        return self._seconds(self._layers, rows)
-
-    @functools.cache  # noqa: B019
-    def head_s(self, rows: int) -> float:
-        return self._seconds([self._head_VK], rows)
+        self.layers_s = functools.cache(functools.partial(self._seconds, self._layers))
+        self.head_s = functools.cache(functools.partial(self._seconds, [self._head_VK]))
 
     def case_s(self, case: Case) -> float:
         passes, rest = divmod(sum(map(len, case.prompts)), PREFILL_ROWS)

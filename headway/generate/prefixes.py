@@ -83,8 +83,9 @@ class Prefixes:
         """One reader less. What is known stays, unless it was never completed."""
         prefix.num_readers -= 1
         assert prefix.num_readers >= 0
-        known = self._known.get(prefix.tokens) is prefix
-        if prefix.num_readers == 0 and not (known and prefix.is_complete):
+        if prefix.num_readers:
+            return
+        if not (self._known.get(prefix.tokens) is prefix and prefix.is_complete):
             self._drop(prefix)
         elif sum(not prefix.num_readers for prefix in self._known.values()) > self._max_unused:
             self.evict_one()

@@ -7,8 +7,8 @@ the order in which blocks lie there, and nothing is copied. Results of blocks ar
 block.
 
 Axes: T rows of a pass, N of them single (one new token of a sequence), B blocks that are read, M readers of one block,
-H query heads, G key-value heads, R = H / G rounded up to `QUERY_ROWS`, L = BLOCK, D head size; K keys, S segments and Q
-rows of the others.
+H query heads, G key-value heads, R = H / G (in a fixed order rounded up to `QUERY_ROWS`), L = BLOCK, D head size; K
+keys, S segments and Q rows of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from headway.models.attention import BLOCK, QUERY_ROWS, Padded, pad, row_order, size_class
+from headway.models.attention import BLOCK, QUERY_ROWS, Padded, pad, row_order, size_class, taken
 from headway.types import UserError
 
 SPARSE = 1.5
@@ -187,7 +187,7 @@ class CachedPass:
         singles = [stretch for stretch in stretches if stretch.is_single]
         assert singles == list(stretches[: len(singles)]), "single rows come first"
         self._num_singles = len(singles)
-        self._singles = _Singles(singles, device) if singles else None
+        self._singles = _Singles(singles, device, fixed_order=fixed_order) if singles else None
         rest = list(stretches[len(singles) :])
         self._rest = _Rest(rest, len(singles), device, fixed_order=fixed_order) if rest else None
 
@@ -395,26 +395,30 @@ class _Part:
 class _Singles:
     """Attention of one new row for each of N sequences: what it gets of its prefix, and of what is its own."""
 
-    def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
+    def __init__(self, stretches: Sequence[Stretch], device: torch.device, *, fixed_order: bool) -> None:
+        self._row_tile = QUERY_ROWS if fixed_order else 1
         prefix, own = _prefix_reads(stretches), _own_reads(stretches)
         if prefix.num_readers == 1 and len(prefix.numbers) + len(own.numbers) <= FEW:
             part = _Part(prefix + own, device)
             of_prefix, of_own = part.pairs[: len(stretches)], part.pairs[len(stretches) :]
+            self._parts = [part]
+            self._prefix, self._own = _Bags.of(of_prefix, device), _Bags.of(of_own, device)
             both = [before + after for before, after in zip(of_prefix, of_own, strict=True)]
-            self._parts, bags = [part], [both]
+            self._bags = [_Bags.of(both, device)]
         else:
             self._parts = [_Part(prefix, device), _Part(own, device)]
-            bags = of_prefix, of_own = [part.pairs for part in self._parts]
-        self._bags = [_Bags.of(of_rows, device) for of_rows in bags]
-        self._prefix, self._own = _Bags.of(of_prefix, device), _Bags.of(of_own, device)
+            self._bags = [_Bags.of(part.pairs, device) for part in self._parts]
+            self._prefix, self._own = self._bags
 
     def attend(self, query_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """-> [N, H, D]."""
         N, H, D = query_NHD.shape
         G = keys.shape[1]
         ratio = H // G
-        filler = -ratio % QUERY_ROWS
-        query = F.pad(query_NHD.reshape(N, G, ratio, D) * scale, (0, 0, 0, filler))
+        filler = -ratio % self._row_tile
+        query = query_NHD.reshape(N, G, ratio, D) * scale
+        if filler:
+            query = F.pad(query, (0, 0, 0, filler))
         scored = [part.scores(query, keys) for part in self._parts]
         maxima = [bags.max(maxima) for bags, (_, maxima) in zip(self._bags, scored, strict=True)]
         max_NX = maxima[0] if len(maxima) == 1 else torch.maximum(*maxima)
@@ -450,7 +454,7 @@ class _Rest:
         outputs = []
         for padded, blocks_SJ in self._groups:
             key, value = (
-                pool[blocks_SJ].transpose(1, 2).reshape(len(blocks_SJ), pool.shape[1], -1, pool.shape[3])
+                taken(pool, 0, blocks_SJ).transpose(1, 2).reshape(len(blocks_SJ), pool.shape[1], -1, pool.shape[3])
                 for pool in (keys, values)
             )
             outputs.append(padded.attend(query_HTD, key, value, scale))
