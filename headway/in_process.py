@@ -21,7 +21,7 @@ from headway.config import Config
 from headway.data import PromptSource, load_items, split_items
 from headway.generate.canary import Canaries, CanarySettings
 from headway.generate.episode import Episodes, Sampling, generated
-from headway.generate.torch_engine import TorchEngine
+from headway.generate.torch_engine import TorchEngine, pool_for
 from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
 from headway.models.distribution import Shape
 from headway.models.policy import Policy, in_dtype, load_policy, load_tokenizer, save_policy
@@ -123,9 +123,15 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         trainer.load(checkpoint.folder)
         if critic:
             critic.load(checkpoint.folder)
+    engine_policy = _engine_policy(config, trainer_policy)
+    pool = pool_for(engine_policy, config.generate.lanes, config.generate.cache_bytes)
+    for prompts, how in ((training, sampling), (held_out, evaluation)):
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens), default=None)
+        if longest:
+            pool.check_room(longest.uid, len(longest.tokens), how.max_new_tokens)
     return Parts(
         config=config,
-        engine_policy=_engine_policy(config, trainer_policy),
+        engine_policy=engine_policy,
         engine_cores=engine_cores,
         trainer_policy=trainer_policy,
         trainer=trainer,

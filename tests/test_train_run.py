@@ -337,6 +337,8 @@ def test_a_configuration_that_is_wrong_leaves_no_folder_and_no_process(
         {"score__scorer": "grader:nothing"},
         {"generate__max_new_tokens": 64},
         {"schedule__group_size": 1},
+        {"generate__cache_bytes": 100},  # less than two blocks
+        {"generate__cache_bytes": 16_384, "generate__max_new_tokens": 40},  # two blocks, and a rollout needs three
     ):
         with pytest.raises(UserError):
             run.train(resolved(model_folder, **settings), working_folder / "run")

@@ -42,6 +42,21 @@ PREFILL_TOKENS = 512
 """Tokens of prompts, and of rollouts that go on, in one pass."""
 
 
+def pool_for(policy: Policy, lanes: int, cache_bytes: int | None) -> KeyValuePool:
+    """Of so many bytes (default: for full lanes, but at most a quarter of the memory that is free now), not taken yet.
+
+    Raises UserError for less than two blocks.
+    """
+    return KeyValuePool.sized(
+        policy.cache_shapes,
+        policy.dtype,
+        policy.device,
+        num_sequences=lanes,
+        longest=policy.context_tokens,
+        num_bytes=cache_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class EngineStatus:
     """An engine at a token boundary.
@@ -108,14 +123,7 @@ class TorchEngine:
         self._lanes: list[Lane] = []
         self._waiting: deque[Lane] = deque()
         self._num_admitted = self._num_preempted = self._num_passes = 0
-        self._pool = KeyValuePool.sized(
-            policy.cache_shapes,
-            policy.dtype,
-            policy.device,
-            num_sequences=lanes + spare_lanes,
-            longest=policy.context_tokens,
-            num_bytes=cache_bytes,
-        )
+        self._pool = pool_for(policy, lanes + spare_lanes, cache_bytes)
         self._blocks = self._pool.blocks
         self._prefixes = Prefixes(self._blocks, max_unused=lanes)
         self._is_asleep = self._lacks_weights = False
@@ -205,13 +213,7 @@ class TorchEngine:
                 f"prompt {prompt.uid} has {len(prompt.tokens)} tokens; with {budget} new ones that is more than the "
                 f"model's context of {self._policy.context_tokens}: shorten it or lower max_new_tokens"
             )
-        needed = num_blocks_for(len(prompt.tokens)) + num_blocks_for(budget)
-        if needed > self._blocks.total:
-            raise UserError(
-                f"prompt {prompt.uid} has {len(prompt.tokens)} tokens; with {budget} new ones its keys and values take "
-                f"{needed * self._pool.block_bytes} bytes, and the cache has {self._pool.num_bytes}: raise "
-                "generate.cache_bytes or lower max_new_tokens"
-            )
+        self._pool.check_room(prompt.uid, len(prompt.tokens), budget)
 
     # ---- on the engine's thread: commands
 

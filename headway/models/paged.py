@@ -115,6 +115,16 @@ class KeyValuePool:
     def num_bytes(self) -> int:
         return self.blocks.total * self.block_bytes
 
+    def check_room(self, uid: str, num_prompt_tokens: int, num_new_tokens: int) -> None:
+        """Raises UserError where a whole rollout would not fit even if it had the pool to itself."""
+        needed = num_blocks_for(num_prompt_tokens) + num_blocks_for(num_new_tokens)
+        if needed > self.blocks.total:
+            raise UserError(
+                f"prompt {uid} has {num_prompt_tokens} tokens; with {num_new_tokens} new ones its keys and values take "
+                f"{needed * self.block_bytes} bytes, and the cache has {self.num_bytes}: raise generate.cache_bytes or "
+                "lower max_new_tokens"
+            )
+
     def allocate(self) -> None:
         if not self.layers:
             self.layers = [
