@@ -126,7 +126,7 @@ class TorchEngine:
         self._pool = pool_for(policy, lanes + spare_lanes, cache_bytes)
         self._blocks = self._pool.blocks
         self._prefixes = Prefixes(self._blocks, max_unused=lanes)
-        self._is_asleep = self._lacks_weights = False
+        self._is_asleep = self._lacks_weights = self._is_packed = False
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
@@ -287,7 +287,7 @@ class TorchEngine:
         if self._lacks_weights:
             take_storage(own)
         assign_weights(own, weights)
-        self._lacks_weights, self._version = False, version
+        self._lacks_weights, self._is_packed, self._version = False, False, version
         for lane in self._lanes:
             if recompute or lane.prefix is None or not lane.prefix.is_complete or lane.num_pending > 1:
                 self._give_back_cache(lane)  # the last three had only begun to be computed
@@ -303,6 +303,7 @@ class TorchEngine:
         self._prefixes.forget()
         self._pool.release()
         if weights and not self._lacks_weights:
+            self._policy, self._is_packed = self._policy.unpacked(), False
             free_storage(self._policy.weights())
             self._lacks_weights = True
         self._is_asleep = True
@@ -339,6 +340,8 @@ class TorchEngine:
         if not self._lanes:
             return
         self._pool.allocate()
+        if not self._is_packed:
+            self._policy, self._is_packed = self._policy.packed_up(), True
         work = self._plan_pass()
         ready = self._make_pass(work) if work else []
         ready += self._first_tokens()

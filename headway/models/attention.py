@@ -55,7 +55,7 @@ class AttentionPlan(Protocol):
         ...
 
 
-def _attention(
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -92,7 +92,7 @@ def _refuse_unknown(module: torch.nn.Module, plan: AttentionPlan, options: dict[
             raise UserError(f"{type(module).__name__} uses {name} in its attention, which Headway does not implement")
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attend)
 
 
 @dataclass(frozen=True)

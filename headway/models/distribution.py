@@ -13,14 +13,14 @@ Axes: N rows, D hidden size, V vocabulary, P pieces of the vocabulary, C ids of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from headway.models.products import filled, product
+from headway.models.products import Packed, filled, product
 
 CHUNK_ELEMENTS = 8_000_000
 """Logits that exist at one time: 32 MB in float32, the most that the C library keeps at hand when it is freed."""
@@ -40,7 +40,7 @@ class Head:
     """The LM head with its architecture's logit transform: softcap(scale * (W h + b)).
 
     `weight_VD` is the model's own parameter, never a copy, so an update in place is seen at once. row_tile: products
-    are of a multiple of so many rows.
+    are of a multiple of so many rows. packed: the weights laid out for many products, if they are.
     """
 
     weight_VD: torch.Tensor
@@ -48,6 +48,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     row_tile: int = 1
+    packed: Packed | None = None
 
     @staticmethod
     def of(model: Any) -> Head:
@@ -59,6 +60,10 @@ class Head:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         return Head(head.weight, getattr(head, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
 
+    def packed_up(self) -> Head:
+        """The same, with its weights laid out for many products; again after every change of them."""
+        return replace(self, packed=Packed([self.weight_VD], [self.bias_V]))
+
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] in float32, whatever the dtype of the hidden states: bf16 logits near 20 are 0.125 apart.
 
@@ -67,13 +72,17 @@ class Head:
         if filler := filled(len(hidden_ND), self.row_tile) - len(hidden_ND):
             hidden_ND = F.pad(hidden_ND, (0, 0, 0, filler))
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            bias_V = None if self.bias_V is None else self.bias_V.float()
-            logits_NV = product(hidden_ND.float(), self.weight_VD.float(), bias_V)
+            logits_NV = self._product(hidden_ND.float())
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         return logits_NV
+
+    def _product(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and (logits_NV := self.packed.product(hidden_ND)) is not None:
+            return logits_NV
+        return product(hidden_ND, self.weight_VD.float(), None if self.bias_V is None else self.bias_V.float())
 
 
 @dataclass(frozen=True)

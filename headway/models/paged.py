@@ -30,7 +30,7 @@ from headway.types import UserError
 SPARSE = 1.5
 """Blocks that are read in a stretch of so many times their number are read in place, scattered ones are gathered."""
 
-FEW = 16
+FEW = 64
 """Blocks that are read together, prefixes and others, since few products cost less than little copying."""
 
 
@@ -194,6 +194,7 @@ class CachedPass:
             [stretch.own[place // BLOCK] for stretch, place in zip(owners, places, strict=True)], device=device
         )
         self._offset_T = torch.tensor([place % BLOCK for place in places], device=device)
+        self._written: dict[int, torch.Tensor] = {}
         singles = [stretch for stretch in stretches if stretch.is_single]
         assert singles == list(stretches[: len(singles)]), "single rows come first"
         self._num_singles = len(singles)
@@ -205,8 +206,8 @@ class CachedPass:
         self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTD: torch.Tensor, scale: float
     ) -> torch.Tensor:
         keys, values = self._pool.layers[layer]
-        keys[self._block_T, :, self._offset_T] = key_GTD.transpose(0, 1).to(keys.dtype)
-        values[self._block_T, :, self._offset_T] = value_GTD.transpose(0, 1).to(values.dtype)
+        self._write(keys, key_GTD)
+        self._write(values, value_GTD)
         outputs = []
         if self._singles:
             query_NHD = query_HTD[:, : self._num_singles].transpose(0, 1)
@@ -214,6 +215,16 @@ class CachedPass:
         if self._rest:
             outputs.append(self._rest.attend(query_HTD, keys, values, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _write(self, pool: torch.Tensor, new_GTD: torch.Tensor) -> None:
+        num_heads, _, size = new_GTD.shape
+        if num_heads not in self._written:  # places in a pool of vectors [blocks * G * L, D], once for all layers
+            head_G = torch.arange(num_heads, device=pool.device)
+            self._written[num_heads] = (
+                (self._block_T[:, None] * num_heads + head_G) * BLOCK + self._offset_T[:, None]
+            ).view(-1)
+        new = new_GTD.transpose(0, 1).reshape(-1, size).to(pool.dtype)
+        pool.view(-1, size).index_copy_(0, self._written[num_heads], new)
 
 
 class _Reading:
@@ -411,14 +422,11 @@ class _Singles:
         if prefix.num_readers == 1 and len(prefix.numbers) + len(own.numbers) <= FEW:
             part = _Part(prefix + own, device)
             of_prefix, of_own = part.pairs[: len(stretches)], part.pairs[len(stretches) :]
-            self._parts = [part]
-            self._prefix, self._own = _Bags.of(of_prefix, device), _Bags.of(of_own, device)
             both = [before + after for before, after in zip(of_prefix, of_own, strict=True)]
-            self._bags = [_Bags.of(both, device)]
+            self._parts, self._maxima, self._sums = [part], [_Bags.of(both, device)], [_Bags.of(part.pairs, device)]
         else:
             self._parts = [_Part(prefix, device), _Part(own, device)]
-            self._bags = [_Bags.of(part.pairs, device) for part in self._parts]
-            self._prefix, self._own = self._bags
+            self._maxima = self._sums = [_Bags.of(part.pairs, device) for part in self._parts]
 
     def attend(self, query_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """-> [N, H, D]."""
@@ -430,15 +438,18 @@ class _Singles:
         if filler:
             query = F.pad(query, (0, 0, 0, filler))
         scored = [part.scores(query, keys) for part in self._parts]
-        maxima = [bags.max(maxima) for bags, (_, maxima) in zip(self._bags, scored, strict=True)]
+        maxima = [bags.max(maxima) for bags, (_, maxima) in zip(self._maxima, scored, strict=True)]
         max_NX = maxima[0] if len(maxima) == 1 else torch.maximum(*maxima)
         weighed = [part.weigh(scores, max_NX, values) for part, (scores, _) in zip(self._parts, scored, strict=True)]
-        numerator, denominator = (
-            self._prefix.sum(of_prefix) + self._own.sum(of_own)
-            for of_prefix, of_own in zip(weighed[0], weighed[-1], strict=True)
-        )
+        numerator, denominator = (self._added(of_parts) for of_parts in zip(*weighed, strict=True))
         output = numerator.view(N, G, ratio + filler, -1) / denominator.view(N, G, ratio + filler, 1)
         return output[:, :, :ratio].reshape(N, H, -1).to(values.dtype)
+
+    def _added(self, of_parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """By row, what it gets of its prefix and of what is its own; each is summed first, block after block."""
+        sums = [bags.sum(results) for bags, results in zip(self._sums, of_parts, strict=True)]
+        of_prefix, of_own = sums if len(sums) == 2 else sums[0].chunk(2)
+        return of_prefix + of_own
 
 
 class _Rest:

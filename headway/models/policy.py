@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from headway.config import AdapterSettings
-from headway.models import adapters, attention, products
+from headway.models import adapters, attention, layers, products
 from headway.models.adapters import Adapter
 from headway.models.attention import AttentionPlan, PackedAttention, Segment
 from headway.models.distribution import Head, logprobs
@@ -94,6 +94,18 @@ class Policy:
     def packed(self, segments: Sequence[Segment]) -> PackedAttention:
         """The plan of a pass over whole segments."""
         return PackedAttention(segments, self.device, fixed_order=self.fixed_order)
+
+    def packed_up(self) -> Policy:
+        """The same policy with its weights laid out for many passes without gradients, in a copy; do it again after
+        every change of the weights, which are read where they are until then.
+        """
+        layers.pack(self.model.base_model)
+        return replace(self, head=self.head.packed_up())
+
+    def unpacked(self) -> Policy:
+        """Without the copy that `packed_up` makes."""
+        layers.unpack(self.model.base_model)
+        return replace(self, head=replace(self.head, packed=None))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What an engine must be sent, by name, in the policy's own storage: all of the model, or its adapter alone."""
@@ -178,6 +190,7 @@ def as_policy(model: Any) -> Policy:
     model.eval()
     model.set_attn_implementation(attention.NAME)
     products.install(model)
+    layers.install(model)
     policy = Policy(model, Head.of(model), ())
     return replace(policy, cache_shapes=_check_architecture(policy))
 

@@ -10,6 +10,7 @@ Axes: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def _onednn_is_usable() -> bool:
 
 
 def _onednn(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """The weights as they are, or as `_reorder_linear_weight` lays them out."""
     return torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias_O, "none", [], "")
 
 
@@ -84,10 +86,43 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_TO.sum(0) if wants_bias else None
 
 
+class Packed:
+    """A copy of the weights of linear layers with the same inputs, laid out as a processor reads them fastest.
+
+    For weights that many products read before they change. What comes out has the bits of `product`, layer after layer;
+    with weights that have changed since, with gradients, and wherever else it would not, nothing comes out.
+    """
+
+    def __init__(self, weights_OI: Sequence[torch.Tensor], biases_O: Sequence[torch.Tensor | None]) -> None:
+        self._weights = list(weights_OI)
+        self._versions = [weight._version for weight in self._weights]
+        self._usable = USES_ONEDNN and all(map(_is_plain, self._weights))
+        biases = [bias for bias in biases_O if bias is not None]
+        assert len(biases) in (0, len(self._weights)), "of layers that are packed together all have a bias, or none"
+        if self._usable:
+            self._bias_O = torch.cat(biases).detach() if biases else None
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(self._weights).detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied layer has weights of its own, which nobody has packed."""
+
+    def product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """[..., I] -> [..., O of all the layers]."""
+        if not self._usable or torch.is_grad_enabled() or not (_is_plain(x) and x.numel()):
+            return None
+        if any(weight._version != version for weight, version in zip(self._weights, self._versions, strict=True)):
+            return None
+        return _onednn(x, self._packed, self._bias_O)
+
+
 class ProductLinear(torch.nn.Linear):
     """A linear layer whose product is `product`; its weights, their names and the rest are as they were."""
 
+    packed: Packed | None = None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and (output := self.packed.product(input)) is not None:
+            return output
         return product(input, self.weight, self.bias)
 
 
