@@ -47,6 +47,7 @@ class Prefixes:
     def __init__(self, blocks: Blocks, *, max_unused: int) -> None:
         self._blocks, self._max_unused = blocks, max_unused
         self._known: OrderedDict[Tokens, Prefix] = OrderedDict()
+        self._num_unused = 0
 
     def __len__(self) -> int:
         return len(self._known)
@@ -74,7 +75,11 @@ class Prefixes:
 
     def stand_on(self, tokens: Tokens) -> Prefix:
         """The prompt's prefix with one reader more; new ones have no blocks yet."""
-        prefix = self._known.setdefault(tokens, Prefix(tokens))
+        prefix = self._known.get(tokens)
+        if prefix is None:
+            prefix = self._known[tokens] = Prefix(tokens)
+        elif not prefix.num_readers:
+            self._num_unused -= 1
         self._known.move_to_end(tokens)
         prefix.num_readers += 1
         return prefix
@@ -87,7 +92,9 @@ class Prefixes:
             return
         if not (self._known.get(prefix.tokens) is prefix and prefix.is_complete):
             self._drop(prefix)
-        elif sum(not prefix.num_readers for prefix in self._known.values()) > self._max_unused:
+            return
+        self._num_unused += 1
+        if self._num_unused > self._max_unused:
             self.evict_one()
 
     def evict_one(self) -> bool:
@@ -95,6 +102,7 @@ class Prefixes:
         unused = next((prefix for prefix in self._known.values() if not prefix.num_readers), None)
         if unused is None:
             return False
+        self._num_unused -= 1
         self._drop(unused)
         return True
 
@@ -104,6 +112,7 @@ class Prefixes:
             if prefix.num_readers == 0:
                 self._drop(prefix)
         self._known.clear()
+        self._num_unused = 0
 
     def _drop(self, prefix: Prefix) -> None:
         if self._known.get(prefix.tokens) is prefix:

@@ -476,11 +476,13 @@ class TorchEngine:
                 f"the log-probs under version {self._version} are not finite: its weights are broken; lower the "
                 "learning rate, and resume from a checkpoint before it"
             )
+        ended = []
         for lane, token, logprob, kept in zip(lanes, drawn.tokens, drawn.logprobs, drawn.kept, strict=True):
             lane.append(token, logprob, self._version, kept)
             if finish := self._end_of(lane):
-                self._answer(lane, finish)
+                ended.append((lane.answer, lane.sample(finish, self._decode)))
                 self._free(lane)
+        _post_all(ended)
 
     def _end_of(self, lane: Lane) -> FinishReason | None:
         """Why it ends here; None: it goes on, with the phrase that its request puts in, if it is time for it."""
@@ -523,15 +525,23 @@ def _told(failure: BaseException) -> Exception:
 
 def _post(answer: asyncio.Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
     """Resolve a future of the event loop from the engine's thread, unless its caller has gone."""
+    loop = answer.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_resolve, [(answer, result)], error)
 
-    def resolve() -> None:
+
+def _post_all(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Resolve several: each event loop is woken once, since to wake it takes longer than to resolve one."""
+    for loop in {answer.get_loop() for answer, _ in answers}:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, [pair for pair in answers if pair[0].get_loop() is loop], None)
+
+
+def _resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]], error: BaseException | None) -> None:
+    for answer, result in answers:
         if answer.done():
-            return
+            continue
         if error is not None:
             answer.set_exception(error)
         else:
             answer.set_result(result)
-
-    loop = answer.get_loop()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(resolve)

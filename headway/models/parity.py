@@ -3,7 +3,7 @@
 Three rules make them so. Every matrix product has a multiple of so many rows (`TILES`), since those of a few rows take
 other paths; attention sums in an order that follows from the rollout alone; everything else works row by row. Whether
 the libraries of this machine keep to that is not ours to promise, so the policy is run in several companies and with
-different numbers of threads.
+different numbers of threads, and with its weights laid out as an engine has them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from headway.types import UserError
 if TYPE_CHECKING:
     from headway.models.policy import Policy
 
-TILES = (16, 32, 64)
+TILES = (4, 8, 16, 32, 64)
 """Numbers of rows that are tried, the smallest first."""
 
-_LENGTHS = ([5], [5, 37], [37, 5, 21, 64], [5, 90, 1, 33, 12, 7, 37], [37, *[9] * 30, 5])
+_LENGTHS = ([1], [5], [5, 1], [7, 5], [5, 37], [37, 5, 21, 64], [5, 90, 1, 33, 12, 7, 37], [37, *[9] * 30, 5])
 """Sequences of one pass each; the same sequence has the same ids everywhere."""
 
 
@@ -41,17 +41,21 @@ def bitwise(policy: Policy) -> Policy:
         )
     for tile in TILES:
         tried = replace(policy, parity="bitwise", head=replace(policy.head, row_tile=tile))
-        if _rows_are_their_own(tried):
-            return tried
+        known: dict[int, torch.Tensor] = {}
+        if _rows_are_their_own(tried, known):
+            alike = _rows_are_their_own(tried.packed_up(), known)
+            return replace(tried.unpacked(), may_pack=alike)
     raise UserError(
         f"model.parity bitwise can't be had for {name} on this machine: a row's bits depend on what it is computed "
         "with; use model.parity close"
     )
 
 
-def _rows_are_their_own(policy: Policy) -> bool:
-    """Whether a sequence's log-probs are the same bits in every pass, and with every number of threads."""
-    known: dict[int, torch.Tensor] = {}
+def _rows_are_their_own(policy: Policy, known: dict[int, torch.Tensor]) -> bool:
+    """Whether a sequence's log-probs are the same bits in every pass, and with every number of threads.
+
+    known: of sequences by their length, as far as they have been seen.
+    """
     num_threads = torch.get_num_threads()
     try:
         for threads in sorted({1, max(1, num_threads // 2), num_threads}):

@@ -48,7 +48,8 @@ class Policy:
     """A causal LM with Headway's attention. Dropout is off, in training too: the policy is one distribution.
 
     cache_shapes: of keys and values, by layer. adapter: the one inside `model`, which then is all that is trained and
-    handed over. parity: bitwise means that a row's bits do not depend on what it is computed with.
+    handed over. parity: bitwise means that a row's bits do not depend on what it is computed with. may_pack: whether
+    that holds of weights that are laid out for many products too.
     """
 
     model: Any
@@ -56,6 +57,7 @@ class Policy:
     cache_shapes: tuple[LayerShape, ...]
     adapter: Adapter | None = None
     parity: Parity = "close"
+    may_pack: bool = True
 
     @property
     def fixed_order(self) -> bool:
@@ -99,6 +101,8 @@ class Policy:
         """The same policy with its weights laid out for many passes without gradients, in a copy; do it again after
         every change of the weights, which are read where they are until then.
         """
+        if not self.may_pack:
+            return self
         layers.pack(self.model.base_model)
         return replace(self, head=self.head.packed_up())
 
@@ -198,7 +202,7 @@ def as_policy(model: Any) -> Policy:
 def with_parity(policy: Policy, parity: Parity) -> Policy:
     """The same policy in another grade of parity. Raises UserError where it can't be had."""
     if parity == "close":
-        return replace(policy, parity="close", head=replace(policy.head, row_tile=1))
+        return replace(policy, parity="close", head=replace(policy.head, row_tile=1), may_pack=True)
     return bitwise(policy)
 
 
