@@ -40,41 +40,40 @@ class LlamaLike:
     ) -> tuple[torch.Tensor, None]:
         plan = options.get("attention_plan")
         if plan is None or position_embeddings is None or position_embeddings[0].shape[-1] != self.head_dim:
-            own = super().forward
-            return own(hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **options)
-        query_HTD, key_GTD, value_GTD = (
-            of.transpose(0, 1)[None] for of in _projected(self, hidden_states[0], position_embeddings)
-        )
+            own: Any = super()
+            return own.forward(
+                hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **options
+            )
+        of_rows = _projected(self, hidden_states[0], *position_embeddings)
+        query_1HTD, key_1GTD, value_1GTD = (of_heads.transpose(0, 1)[None] for of_heads in of_rows)
         output, _ = attention.attend(
-            self, query_HTD, key_GTD, value_GTD, None, self.scaling, attention_plan=plan, **self.its_options
+            self, query_1HTD, key_1GTD, value_1GTD, None, self.scaling, attention_plan=plan, **self.its_options
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
 
 def _projected(
-    block: Any, hidden_TE: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    block: Any, hidden_TE: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> queries [T, H, D], keys [T, G, D] and values [T, G, D] of a block, queries and keys rotated."""
-    cos_1TD, sin_1TD = position_embeddings
+    """-> queries [T, H, D], keys and values [T, G, D] of a block; queries and keys are rotated."""
     cos_T1D, sin_T1D = cos_1TD[0, :, None], _signed(sin_1TD)[0, :, None]
-    normed = hasattr(block, "q_norm")
     together = block.joined.product(hidden_TE) if block.joined is not None else None
     if together is None:
-        query, key, value = (
-            layer(hidden_TE).view(len(hidden_TE), -1, block.head_dim)
-            for layer in (block.q_proj, block.k_proj, block.v_proj)
-        )
+        query, key, value = (layer(hidden_TE).unflatten(-1, (-1, block.head_dim)) for layer in _projections(block))
     else:
-        heads = [layer.out_features // block.head_dim for layer in (block.q_proj, block.k_proj, block.v_proj)]
-        together_TXD = together.view(len(hidden_TE), -1, block.head_dim)
-        if not normed:
-            value = together_TXD[:, -heads[2] :]
-            both = _rotated(together_TXD[:, : -heads[2]], cos_T1D, sin_T1D)
-            return both[:, : heads[0]], both[:, heads[0] :], value
+        heads = [layer.out_features // block.head_dim for layer in _projections(block)]
+        together_TXD = together.unflatten(-1, (-1, block.head_dim))
+        if not hasattr(block, "q_norm"):
+            rotated = _rotated(together_TXD[:, : -heads[2]], cos_T1D, sin_T1D)
+            return rotated[:, : heads[0]], rotated[:, heads[0] :], together_TXD[:, -heads[2] :]
         query, key, value = together_TXD.split(heads, 1)
-    if normed:  # of rows that lie one after another, as they do where each has its product
+    if hasattr(block, "q_norm"):  # of rows that lie one after another, as they do where each has its own product
         query, key = block.q_norm(query.contiguous()), block.k_norm(key.contiguous())
     return _rotated(query, cos_T1D, sin_T1D), _rotated(key, cos_T1D, sin_T1D), value
+
+
+def _projections(block: Any) -> list[Any]:
+    return [block.q_proj, block.k_proj, block.v_proj]
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
@@ -92,25 +91,20 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
     return _LAST.signed
 
 
-def install(model: torch.nn.Module) -> None:
-    """Exchange the attention blocks of a loaded model for those of this module, in place, where they give the same."""
-    for module in model.modules():
-        if _is_alike(module):
-            _exchange(module)
+# ---- packed weights
 
 
 def pack(model: torch.nn.Module) -> None:
-    """Lay out the weights of linear layers for many products (`Packed`), which copies them; again after every change."""
+    """Lay out the weights of linear layers for many products (`Packed`), in a copy; after a change of them, again."""
     for module in model.modules():
         if isinstance(module, ProductLinear):
             module.packed = Packed([module.weight], [module.bias])
     for module in model.modules():
-        if isinstance(module, LlamaLike):
+        if isinstance(module, LlamaLike) and all(isinstance(layer, ProductLinear) for layer in _projections(module)):
             layers = _projections(module)
-            if all(isinstance(layer, ProductLinear) for layer in layers):
-                module.joined = Packed([layer.weight for layer in layers], [layer.bias for layer in layers])
-                for layer in layers:
-                    layer.packed = None
+            module.joined = Packed([layer.weight for layer in layers], [layer.bias for layer in layers])
+            for layer in layers:
+                layer.packed = None
 
 
 def unpack(model: torch.nn.Module) -> None:
@@ -122,11 +116,17 @@ def unpack(model: torch.nn.Module) -> None:
             module.joined = None
 
 
-def _projections(block: Any) -> list[Any]:
-    return [block.q_proj, block.k_proj, block.v_proj]
+# ---- which blocks are exchanged
 
 
-def _is_alike(module: Any) -> bool:
+def install(model: torch.nn.Module) -> None:
+    """Exchange the attention blocks of a loaded model for those of this module, in place, where they give the same."""
+    for module in model.modules():
+        if _looks_alike(module):
+            _exchange(module)
+
+
+def _looks_alike(module: Any) -> bool:
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return (
         all(type(getattr(module, name, None)) is ProductLinear for name in names)
@@ -136,9 +136,15 @@ def _is_alike(module: Any) -> bool:
 
 
 class _Mixing:
-    """A plan of attention of which nothing can be seen but what it is given: queries, keys and values, mixed."""
+    """A plan in which a row attends to itself: what comes out shows all that a block hands over.
+
+    options: what else the block told the attention function.
+    """
 
     num_rows = longest = 6
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
 
     def attend(
         self, layer: int, query_HTD: torch.Tensor, key_GTD: torch.Tensor, value_GTD: torch.Tensor, scale: float
@@ -148,31 +154,29 @@ class _Mixing:
         return (scale * query_HTD * key_HTD + value_HTD).transpose(0, 1)
 
 
-def _note(module: torch.nn.Module, *tensors: Any, scaling: float, attention_plan: Any, **options: Any) -> Any:
+def _noted(*given: Any, attention_plan: _Mixing, scaling: float, **options: Any) -> tuple[torch.Tensor, None]:
     attention_plan.options = options
-    return attention.attend(module, *tensors, scaling, attention_plan=attention_plan, **options)
+    return attention.attend(*given, attention_plan=attention_plan, scaling=scaling, **options)
 
 
-AttentionInterface.register(PROBE, _note)
+AttentionInterface.register(PROBE, _noted)
 
 
 @torch.no_grad()
 def _exchange(block: Any) -> None:
     """Unless the block's own forward gives something else, or is called otherwise."""
     kind, plan = type(block), _Mixing()
-    weight = block.q_proj.weight
-    rows_TE = torch.linspace(-1, 1, plan.num_rows * weight.shape[1], dtype=weight.dtype, device=weight.device).sin()
-    angles_1TD = torch.linspace(0, 3, plan.num_rows * block.head_dim // 2, dtype=weight.dtype, device=weight.device)
-    angles_1TD = angles_1TD.view(1, plan.num_rows, -1).repeat(1, 1, 2)
-    given = {"position_embeddings": (angles_1TD.cos(), angles_1TD.sin()), "attention_mask": None}
-    hidden_1TE = rows_TE.view(1, plan.num_rows, -1)
+    like, rows = block.q_proj.weight, plan.num_rows
+    hidden_1TE = torch.arange(rows * like.shape[1]).sin().view(1, rows, -1).to(like)
+    angle_1TD = torch.arange(rows * block.head_dim // 2).cos().view(1, rows, -1).repeat(1, 1, 2).to(like)
+    given = {"position_embeddings": (angle_1TD.cos(), angle_1TD.sin()), "attention_mask": None, "attention_plan": plan}
     implementation = block.config._attn_implementation
     block.config._attn_implementation = PROBE
     try:
-        own, _ = block(hidden_1TE, **given, attention_plan=plan)
+        own, _ = block(hidden_1TE, **given)
         block.its_options = plan.options
         block.__class__ = _exchanged(kind)
-        ours, _ = block(hidden_1TE, **given, attention_plan=plan)
+        ours, _ = block(hidden_1TE, **given)
         same = torch.allclose(ours.float(), own.float(), rtol=1e-4, atol=1e-5 * float(own.abs().max()))
     except (TypeError, AttributeError, ValueError, RuntimeError, UserError):
         same = False

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.models.policy import Policy, load_policy, with_parity
+from headway.models.products import USES_ONEDNN
 from headway.models.weights import fingerprint
 from headway.types import Prompt, UserError
 from tests.generate.harness import Pass, Passes, accounted, answers, ask, engine_of, run
@@ -173,6 +174,26 @@ def test_sleeping_twice_is_sleeping_once_and_waking_twice_too(policy):
             return await engine.sample(ask("abc", 6))
 
     assert run(program()) == answers(with_parity(make_policy(), "bitwise"), [ask("abc", 6)])[0]
+
+
+@pytest.mark.skipif(not USES_ONEDNN, reason="weights are packed where oneDNN multiplies them")
+def test_weights_are_packed_while_they_are_used_and_in_sleep_they_are_not(policy):
+    layer = policy.model.model.layers[0].mlp.down_proj
+
+    async def program():
+        async with engine_of(policy) as engine:
+            await engine.sample(ask("abc", 2))
+            first = layer.packed
+            await engine.load({name: tensor * 1.5 for name, tensor in policy.weights().items()}, 1)
+            await engine.sample(ask("abc", 2))
+            second = layer.packed
+            await engine.sleep(weights=True)
+            return first, second
+
+    first, second = run(program())
+    assert None not in (first, second)
+    assert first is not second
+    assert layer.packed is None
 
 
 def test_an_engine_is_closed_in_its_sleep(policy):
