@@ -31,10 +31,15 @@ PREFILL_ROWS = 512
 AS_ONE = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate and up", "up_proj": "gate and up"}
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-PRODUCTS: dict[str, Product] = {
-    "linear": torch.nn.functional.linear,
-    "onednn": lambda x_RK, weight_OK: torch.ops.mkldnn._linear_pointwise(x_RK, weight_OK, None, "none", [], ""),
+Layout = Callable[[torch.Tensor], torch.Tensor]
+PRODUCTS: dict[str, tuple[Layout, Product]] = {
+    "linear": (lambda weight_OK: weight_OK, torch.nn.functional.linear),
+    "onednn": (
+        lambda weight_OK: torch.ops.mkldnn._reorder_linear_weight(weight_OK),
+        lambda x_RK, weight_OK: torch.ops.mkldnn._linear_pointwise(x_RK, weight_OK, None, "none", [], ""),
+    ),
 }
+"""How weights are laid out beforehand, and the product with them."""
 
 
 def step_shapes(case: Case) -> Counter[tuple[int, int]]:
@@ -55,16 +60,16 @@ def step_shapes(case: Case) -> Counter[tuple[int, int]]:
 class Products:
     """The matrix products of a model, with random weights of its shapes: their time doesn't depend on the values."""
 
-    def __init__(self, model: Any, product: Product, device: str) -> None:
+    def __init__(self, model: Any, layout: Layout, product: Product, device: str) -> None:
         self._product, self._device = product, device
         head = model.get_output_embeddings()
         linears = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
         inside = [(name, module) for name, module in linears if module is not head]
         self._layers = [
-            torch.randn(sum(module.out_features for module in group), group[0].in_features, device=device)
+            layout(torch.randn(sum(module.out_features for module in group), group[0].in_features, device=device))
             for group in _as_one(inside)
         ]
-        self._head_VK = torch.randn(head.out_features, head.in_features, device=device)
+        self._head_VK = layout(torch.randn(head.out_features, head.in_features, device=device))
         self.layers_s = functools.cache(functools.partial(self._seconds, self._layers))
         self.head_s = functools.cache(functools.partial(self._seconds, [self._head_VK]))
 
@@ -137,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.model), dtype=torch.float32)
-    products = Products(model, PRODUCTS[job.setting], job.device) if job.setting in PRODUCTS else None
+    products = Products(model, *PRODUCTS[job.setting], job.device) if job.setting in PRODUCTS else None
     results.add(versions=f"torch {torch.__version__}")
     with torch.no_grad():
         for case in job.cases:

@@ -235,6 +235,7 @@ def train(
     except KeyboardInterrupt:
         print(f"\nheadway: interrupted; {run.what_is_left(folder)}", file=sys.stderr)
         sys.exit(130)
+    print(f"writing the page of {folder}", file=sys.stderr)
     print(run.report(folder))
 
 

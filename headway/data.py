@@ -397,7 +397,7 @@ class PromptSource:
         """Groups of all epochs; None when they are not limited."""
         return None if self._epochs is None else len(self._prompts) * self._epochs
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of all that `at` depends on: a run may only be resumed over a source with the same one."""
         return _hash(

@@ -120,6 +120,7 @@ class TorchEngine:
         self._policy, self._decode, self._cores = policy, decode, cores
         self._num_lanes, self._num_spare, self._version = lanes, spare_lanes, version
         self._prefill_tokens = prefill_tokens
+        self._context_tokens = policy.context_tokens
         self._lanes: list[Lane] = []
         self._waiting: deque[Lane] = deque()
         self._num_admitted = self._num_preempted = self._num_passes = 0
@@ -208,10 +209,10 @@ class TorchEngine:
         prompt, budget = request.prompt, request.max_new_tokens
         if not prompt.tokens:
             raise UserError(f"prompt {prompt.uid} has no tokens, and an answer needs something to follow")
-        if len(prompt.tokens) + budget > self._policy.context_tokens:
+        if len(prompt.tokens) + budget > self._context_tokens:
             raise UserError(
                 f"prompt {prompt.uid} has {len(prompt.tokens)} tokens; with {budget} new ones that is more than the "
-                f"model's context of {self._policy.context_tokens}: shorten it or lower max_new_tokens"
+                f"model's context of {self._context_tokens}: shorten it or lower max_new_tokens"
             )
         self._pool.check_room(prompt.uid, len(prompt.tokens), budget)
 

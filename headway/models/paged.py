@@ -369,10 +369,9 @@ class _Part:
         self._reading = _Reading(reads.numbers, device)
         dead_BL = _dead_BL(self._reading.spread(reads.live, BLOCK), device)
         self._dead_B1L = dead_BL[:, None]
-        columns = [
-            self._reading.spread([of_block[m] for of_block in reads.readers], 0) for m in range(reads.num_readers)
-        ]
-        self._reader_BM = torch.tensor(columns, device=device).t()
+        readers_BM = torch.zeros(self._reading.num, reads.num_readers, dtype=torch.long)
+        readers_BM[torch.tensor(self._reading.place)] = torch.tensor(reads.readers)
+        self._reader_BM = readers_BM.to(device)
         self._reader_P = self._reader_BM.reshape(-1)
         self.pairs = [
             [self._reading.place[place] * reads.num_readers + reader for place, reader in pieces]
