@@ -17,21 +17,20 @@ from headway.reports.interval import wilson
 from headway.reports.outcome import last_steps, num_misplaced, reward_ends
 from headway.reports.page_style import DRAW
 from headway.reports.pictures import Picture
-from headway.reports.record import MAX_POINTS, RunRecord, read_run
+from headway.reports.record import MAX_POINTS, RunRecord
 from headway.trace import Event
 
 PAGE = "index.html"
 
 
-def write_page(run_folder: Path, simulated: Sequence[Event] | str = ()) -> Path:
-    """Write RUN/index.html -> its path. Raises UserError when RUN/ is no run folder.
+def write_page(run: RunRecord, simulated: Sequence[Event] | str = ()) -> Path:
+    """Write RUN/index.html -> its path.
 
     simulated: the trace of the same run, simulated from its own, or why there is none.
     """
-    path = Path(run_folder) / PAGE
     known = "not_simulated" if isinstance(simulated, str) else "simulated"
-    run = replace(read_run(Path(run_folder)), **{known: simulated})
-    document = page(run)
+    path = run.folder / PAGE
+    document = page(replace(run, **{known: simulated}))
     path.write_text(document, encoding="utf-8", errors="replace")  # a model may write half a surrogate pair
     return path
 

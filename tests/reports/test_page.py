@@ -260,7 +260,7 @@ def test_hostile_text_stays_text(simulated, write_run) -> None:
     words = ("--run.name", attack, "--model.path", attack, "--data.source", attack)
     folder = write_run(simulated(), rollouts=[rollout], words=words)
     (folder / "run.json").write_text(json.dumps({attack: attack}))
-    document = write_page(folder).read_text(encoding="utf-8")
+    document = write_page(read_run(folder)).read_text(encoding="utf-8")
     elements = _Elements(document)
     assert [tag for tag, _ in elements.tags].count("script") == 3
     assert "img" not in [tag for tag, _ in elements.tags]
@@ -276,7 +276,7 @@ def test_json_in_html_cannot_end_its_script() -> None:
 
 
 def test_only_the_page_s_own_scripts_may_run_and_nothing_is_fetched(simulated, write_run) -> None:
-    document = write_page(write_run(simulated())).read_text(encoding="utf-8")
+    document = write_page(read_run(write_run(simulated()))).read_text(encoding="utf-8")
     elements = _Elements(document)
     policy = next(str(attributes["content"]) for tag, attributes in elements.tags if "http-equiv" in attributes)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in elements.scripts[1:]]

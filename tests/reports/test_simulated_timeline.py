@@ -37,7 +37,7 @@ def test_both_pictures_show_the_same_stretches_of_time(simulated, write_run, mon
     monkeypatch.setattr(gantt, "MAX_BARS", 60)
     folder = write_run(simulated(*FIXED), words=FIXED)
     shorter = simulated(*FIXED[:-1], "0")
-    record = read_run(write_page(folder, shorter).parent)
+    record = read_run(write_page(read_run(folder), shorter).parent)
     plots = figures((folder / "index.html").read_text(encoding="utf-8"))
     measured, again = plots["figure-timeline"], plots["figure-simulated"]
     views = [
@@ -71,7 +71,7 @@ def test_a_page_says_why_a_run_isnt_simulated(simulated, write_run):
 
 def test_a_page_by_itself_simulates_nothing(simulated, write_run):
     folder = write_run(simulated(*FIXED), words=FIXED)
-    document = write_page(folder).read_text(encoding="utf-8")
+    document = write_page(read_run(folder)).read_text(encoding="utf-8")
     assert "figure-simulated" not in figures(document)
     assert "simulated from its trace" not in document
     assert simulated_timeline.comparison(read_run(folder)) == ""
