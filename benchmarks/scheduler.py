@@ -120,7 +120,7 @@ def measure(program: str, case: Case) -> dict[str, float]:
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began_s = time.process_time()
-    with clock.rare_collections():
+    with clock.rare_collections(250_000):
         started = PROGRAMS[program](case, lambda rollouts, lags: None)
     spent_s = time.process_time() - began_s
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024

@@ -13,7 +13,7 @@ import typer
 from headway import config as settings
 from headway.mismatch.setting import LOOKED_AT as PROBED
 from headway.mismatch.setting import Options, Request, request
-from headway.types import UserError
+from headway.types import UserError, did_you_mean, nearest
 
 app = typer.Typer(
     add_completion=False,
@@ -45,6 +45,19 @@ _SIMULATED = (
     *("schedule", "simulate"),
 )
 _USUAL_SWEEP = "run_ahead=0..8"
+
+
+def _words(context: typer.Context) -> list[str]:
+    """What a command was given beside its own options; one of those, misspelt, is taken for no setting.
+
+    Raises UserError.
+    """
+    own = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    for word in context.args:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and not settings.is_known(flag[2:]) and (near := nearest(flag, own, cutoff=0.8)):
+            raise UserError(f"unknown option {flag}{did_you_mean(*near)}")
+    return list(context.args)
 
 
 def _recipe_first(words: list[str]) -> tuple[Path | None, list[str]]:
@@ -105,7 +118,7 @@ def simulate(
         return
     if timeline and as_json:
         raise UserError("--timeline is no JSON; leave it out, or --json")
-    recipe, overrides = _recipe_first(context.args)
+    recipe, overrides = _recipe_first(_words(context))
     if replay:
         recipe = _recipe_of(replay, recipe)
     if sweeps or page:
@@ -218,7 +231,7 @@ def train(
     from headway import run
     from headway.reports.folder import choose_folder
 
-    recipe, overrides = _recipe_first(context.args)
+    recipe, overrides = _recipe_first(_words(context))
     if resume and recipe:
         raise UserError(f"--resume {resume} brings its own recipe; leave {recipe} out")
     if resume and not (resume / "config.toml").is_file():
@@ -273,7 +286,7 @@ def objectives(context: typer.Context) -> None:
     from headway.objectives import describe
     from headway.run import named_objective
 
-    words = list(context.args)
+    words = _words(context)
     if not words:
         print(describe.overview())
         return
@@ -325,7 +338,7 @@ def mismatch(
         "new-tokens": new_tokens,
         "engine-dtype": engine_dtype,
     }
-    asked = request(Options(run, keys, head_dtype, quantize, version_lag), context.args)
+    asked = request(Options(run, keys, head_dtype, quantize, version_lag), _words(context))
     _check_file("--json", json_file)
     _check_file("--page", page)
     _probe(asked, json_file, page)

@@ -242,11 +242,16 @@ class Generate(Section):
     @model_validator(mode="after")
     def _force_is_whole(self) -> Generate:
         if (self.force_after is None) != (not self.force_phrase):
-            raise ValueError("force_after and force_phrase go together: give both, or leave both out")
+            raise ValueError("generate.force_after and generate.force_phrase go together: give both, or leave both out")
         if self.force_unless and self.force_after is None:
-            raise ValueError("force_unless does nothing without force_after and force_phrase; leave it out")
+            raise ValueError(
+                "generate.force_unless does nothing without generate.force_after and generate.force_phrase; leave it out"
+            )
         if self.force_phrase and any(stop in self.force_phrase for stop in self.stop):
-            raise ValueError("force_phrase holds a stop string, which would end every answer it is put into")
+            raise ValueError(
+                "generate.force_phrase holds a string of generate.stop, which would end every answer it is put into; "
+                "leave it out of one of them"
+            )
         return self
 
     @field_validator("stop")
@@ -880,6 +885,16 @@ def full_key(flag: str) -> str:
     raise UserError(f"unknown key --{flag}; {_suggestion(key)}")
 
 
+def is_known(flag: str) -> bool:
+    """Whether `flag`, without its dashes, names a setting, or several.
+
+    >>> is_known("run-ahead"), is_known("schedule.run-ahead"), is_known("runahead")
+    (True, True, False)
+    """
+    key = flag.replace("-", "_")
+    return key in KEYS or any(last_word(known) == key for known in KEYS)
+
+
 def _suggestion(key: str) -> str:
     """By the whole key where one is much like it, else by its last word alone."""
     near = nearest(key, KEYS, cutoff=0.75)
@@ -899,8 +914,15 @@ def _first_problem(error: ValidationError, origins: Mapping[str, Origin], recipe
     message = problem["msg"].removeprefix("Value error, ")
     where = {"command line": f"--{_dashed(key)}", "recipe": f"{recipe}: {key}"}.get(origins.get(key, ""), key)
     if "." not in key:
-        return f"{recipe or 'command line'}: {message}"
+        return f"{_given_in(key, origins, recipe)}: {message}"
     return f"{where} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _given_in(section: str, origins: Mapping[str, Origin], recipe: Path | None) -> str:
+    """Where settings that don't go together may stand; section: of all of them, or empty."""
+    given = {origin for key, origin in origins.items() if key.startswith(section and f"{section}.")}
+    places = [str(recipe)] if "recipe" in given else []
+    return " and ".join(places + ["command line"] * ("command line" in given))
 
 
 def choices(annotation: Any) -> str:

@@ -176,11 +176,16 @@ def _samplings(config: Config, tokenizer: Any) -> tuple[Sampling, Sampling]:
 
 
 def _force(config: Config, tokenizer: Any) -> Force | None:
-    """The phrase that is put into answers that are long; it has to leave room for one token more."""
+    """The phrase that is put into long answers: of characters that are known, and with room for one token after it."""
     settings = config.generate
     if settings.force_after is None:
         return None
     tokens = tuple(tokenizer.encode(settings.force_phrase, add_special_tokens=False))
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+        raise UserError(
+            f"generate.force_phrase = {settings.force_phrase!r} holds characters that the model's tokenizer doesn't "
+            "know: give a phrase that it can spell"
+        )
     needed = settings.force_after + len(tokens) + 1
     if needed > settings.max_new_tokens:
         raise UserError(

@@ -73,6 +73,7 @@ def situation(config: Config) -> Situation:
         optimizer_steps=config.train.optimizer_steps * config.train.passes,
         group_size=config.schedule.group_size,
         temperature=config.generate.temperature,
+        top_k=config.generate.top_k,
         truncated_sampling=config.generate.truncates,
         kept_set_recorded=config.generate.truncates,  # the embedded engine records it
     )

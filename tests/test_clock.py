@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from headway.clock import Bell, Deadlock, run
+from headway.clock import Bell, Deadlock, rare_collections, run
 
 # Exact jumps
 
@@ -490,11 +490,22 @@ def test_timers_that_were_cancelled_leave_nothing():
     assert fired == [0, 1, 3, 4]
 
 
-def test_cyclic_garbage_is_looked_for_less_often_on_virtual_time_alone():
+def test_cyclic_garbage_is_looked_for_less_often_and_least_on_virtual_time():
     async def program():
-        return gc.get_threshold()
+        return gc.get_threshold(), gc.get_freeze_count()
 
+    before = gc.get_threshold(), gc.get_freeze_count()
+    (virtual, _), (wall, num_left_out) = run(program(), virtual=True), run(program())
+    assert virtual[0] > wall[0] > before[0][0]
+    assert num_left_out > 10_000, "what was there before"
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_a_collector_that_is_off_stays_off():
     before = gc.get_threshold()
-    assert run(program(), virtual=True)[0] > before[0]
-    assert run(program()) == before
-    assert gc.get_threshold() == before
+    gc.set_threshold(0)
+    try:
+        with rare_collections(1000):
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

@@ -209,6 +209,15 @@ def test_an_unfit_value_of_a_recipe_names_the_file(recipe):
     assert refusal(path) == f"{path}: run.steps = -1: input should be greater than or equal to 0"
 
 
+def test_settings_that_do_not_go_together_are_looked_for_where_they_stand(recipe):
+    path = recipe('[generate]\nforce_phrase = "Answer:"\n[run]\nsteps = 3\n')
+    reason = "generate.force_after and generate.force_phrase go together: give both, or leave both out"
+    assert refusal(path) == f"{path}: {reason}"
+    assert refusal(path, "--top-k", "3") == f"{path} and command line: {reason}"
+    path = recipe("[run]\nsteps = 3\n")
+    assert refusal(path, "--force-after", "3") == f"command line: {reason}", "nothing of the section is in the recipe"
+
+
 @pytest.mark.parametrize(
     ("batch_size", "group_size", "nearest"), [(30, 8, "24 or 32"), (3, 8, "8"), (9, 8, "8 or 16"), (31, 2, "30 or 32")]
 )

@@ -451,6 +451,22 @@ def test_a_machine_on_which_no_two_passes_agree_is_told_of():
     assert Probe("", [source_of(figures_of(0.0), "control")]).notes() == []
 
 
+def test_a_divergence_that_is_mostly_chance_is_said_to_be_so():
+    """k3 of log-ratios 1 and 0 is 0.36 on average, with a standard error as large; of -1 and -1.1 it is known well."""
+    vague = source_of(figures_of(1.0, 0.0), "lag", given=True)
+    known = source_of(figures_of(-1.0, -1.1), "quantize")
+    assert Probe("", [known]).notes() == []
+    assert Probe("", [known, vague]).notes() == [
+        "half of the KL or more may be chance in 1 of the rows, the lag with 2 tokens among them: give a larger "
+        "--batch or --new-tokens"
+    ]
+
+
+def test_of_a_single_token_nothing_is_known():
+    assert Probe("", [source_of(figures_of(-1.0))]).notes() != []
+    assert Probe("", [source_of(figures_of(1e-9))]).notes() == [], "whatever chance does to it, it is harmless"
+
+
 # ---- what is asked
 
 
@@ -576,6 +592,15 @@ def test_an_error_of_the_command_is_one_line(headway):
     status, _, err = headway("--model", "no-such-model")
     assert status == 2
     assert err.splitlines()[-1].startswith("headway: there is no model folder no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("--engine-dtpye", "--engine-dtype"), ("--quantise=int8", "--quantize"), ("--prompt", "--prompts")],
+)
+def test_a_misspelt_option_is_taken_for_no_setting(headway, given, meant):
+    status, _, err = headway("--model", "m", given, "x")
+    assert (status, err) == (2, f"headway: unknown option {given.partition('=')[0]}; did you mean {meant}?\n")
 
 
 def test_a_file_that_can_not_be_written_is_said_before_anything_is_measured(headway):

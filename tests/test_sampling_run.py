@@ -183,3 +183,10 @@ def test_a_phrase_that_leaves_no_room_for_an_answer_is_refused(working_folder: P
     )
     with pytest.raises(UserError, match=said):
         run.train(resolved(model_folder, **{**FORCED, "generate__max_new_tokens": 9}), working_folder / "run")
+
+
+def test_a_phrase_that_the_tokenizer_does_not_know_is_refused(working_folder: Path, model_folder: Path):
+    """Nobody would see the ids of unknown characters that stand in the answers instead of it."""
+    said = r"generate.force_phrase = 'aha ☃' holds characters that the model's tokenizer doesn't know"
+    with pytest.raises(UserError, match=said):
+        run.train(resolved(model_folder, **{**FORCED, "generate__force_phrase": "aha ☃"}), working_folder / "run")

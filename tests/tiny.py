@@ -90,6 +90,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", _SIZES),
+    "olmo": ("OlmoConfig", {**_SIZES, "clip_qkv": 8.0}),
     "bloom": ("BloomConfig", {"vocab_size": len(VOCABULARY), "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon": (
         "FalconConfig",

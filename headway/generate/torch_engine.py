@@ -21,6 +21,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -261,10 +262,10 @@ class TorchEngine:
 
         One that paused just where a phrase is put in gets it now.
         """
+        self._waiting.append(lane)  # at once: should its text fail to decode, it is told
         if finish := self._end_of(lane):
             self._answer(lane, finish)
-        else:
-            self._waiting.append(lane)
+            self._waiting.remove(lane)
 
     def _interrupt(self, request: SampleRequest) -> None:
         lane = self._find(request)
@@ -287,7 +288,12 @@ class TorchEngine:
         own = self._policy.weights()
         if self._lacks_weights:
             take_storage(own)
-        assign_weights(own, weights)
+        try:
+            assign_weights(own, weights)
+        except UserError:
+            if self._lacks_weights:
+                free_storage(own)
+            raise
         self._lacks_weights, self._is_packed, self._version = False, False, version
         for lane in self._lanes:
             if recompute or lane.prefix is None or not lane.prefix.is_complete or lane.num_pending > 1:
@@ -481,9 +487,10 @@ class TorchEngine:
         for lane, token, logprob, kept in zip(lanes, drawn.tokens, drawn.logprobs, drawn.kept, strict=True):
             lane.append(token, logprob, self._version, kept)
             if finish := self._end_of(lane):
-                ended.append((lane.answer, lane.sample(finish, self._decode)))
-                self._free(lane)
-        _post_all(ended)
+                ended.append((lane, lane.sample(finish, self._decode)))
+        _post_all([(lane.answer, sample) for lane, sample in ended])
+        for lane, _ in ended:  # whoever holds a lane is told if anything before fails
+            self._free(lane)
 
     def _end_of(self, lane: Lane) -> FinishReason | None:
         """Why it ends here; None: it goes on, with the phrase that its request puts in, if it is time for it."""
@@ -525,17 +532,15 @@ def _told(failure: BaseException) -> Exception:
 
 
 def _post(answer: asyncio.Future[Any], result: Any = None, *, error: BaseException | None = None) -> None:
-    """Resolve a future of the event loop from the engine's thread, unless its caller has gone."""
-    loop = answer.get_loop()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(_resolve, [(answer, result)], error)
+    """Resolve a future of an event loop from the engine's thread, unless its caller has gone."""
+    _post_all([(answer, result)], error=error)
 
 
-def _post_all(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+def _post_all(answers: Sequence[tuple[asyncio.Future[Any], Any]], *, error: BaseException | None = None) -> None:
     """Resolve several: each event loop is woken once, since to wake it takes longer than to resolve one."""
     for loop in {answer.get_loop() for answer, _ in answers}:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_resolve, [pair for pair in answers if pair[0].get_loop() is loop], None)
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(_resolve, [pair for pair in answers if pair[0].get_loop() is loop], error)
 
 
 def _resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]], error: BaseException | None) -> None:

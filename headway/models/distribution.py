@@ -187,7 +187,7 @@ def _chunk(
     """keep: what the backward pass needs stays; otherwise it is computed again."""
 
     def compute(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        now = Head(weight_VD, head.bias_V, head.scale, head.softcap, head.row_tile)
+        now = Head(weight_VD, head.bias_V, head.scale, head.softcap, head.row_tile, head.packed)
         logits_NV = _shaped(now.logits(hidden_ND), shape, conditions)
         filled_N = F.pad(targets_N, (0, len(logits_NV) - len(targets_N)))
         logp_N, entropy_N = _OfTargets.apply(logits_NV, filled_N)

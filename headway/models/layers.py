@@ -51,6 +51,10 @@ class LlamaLike:
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its class is made when a model is loaded, and has no name by which it could be found."""
+        return _blank, (type(self).__mro__[2],), self.__dict__
+
 
 def _projected(
     block: Any, hidden_TE: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
@@ -96,15 +100,15 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 
 def pack(model: torch.nn.Module) -> None:
     """Lay out the weights of linear layers for many products (`Packed`), in a copy; after a change of them, again."""
-    for module in model.modules():
-        if isinstance(module, ProductLinear):
-            module.packed = Packed([module.weight], [module.bias])
+    together: set[torch.nn.Module] = set()
     for module in model.modules():
         if isinstance(module, LlamaLike) and all(isinstance(layer, ProductLinear) for layer in _projections(module)):
             layers = _projections(module)
             module.joined = Packed([layer.weight for layer in layers], [layer.bias for layer in layers])
-            for layer in layers:
-                layer.packed = None
+            together.update(layers)
+    for module in model.modules():
+        if isinstance(module, ProductLinear) and module not in together:
+            module.packed = Packed([module.weight], [module.bias])
 
 
 def unpack(model: torch.nn.Module) -> None:
@@ -132,6 +136,9 @@ def _looks_alike(module: Any) -> bool:
         all(type(getattr(module, name, None)) is ProductLinear for name in names)
         and all(hasattr(module, name) for name in ("head_dim", "scaling", "layer_idx", "config"))
         and hasattr(module, "q_norm") == hasattr(module, "k_norm")
+        and not isinstance(module, LlamaLike)
+        and {name.partition(".")[0] for name, _ in module.named_parameters()} <= {*names, "q_norm", "k_norm"}
+        and len({layer.bias is None for layer in _projections(module)}) == 1
     )
 
 
@@ -164,20 +171,27 @@ AttentionInterface.register(PROBE, _noted)
 
 @torch.no_grad()
 def _exchange(block: Any) -> None:
-    """Unless the block's own forward gives something else, or is called otherwise."""
+    """Unless the block's own forward gives something else, or is called otherwise.
+
+    Tried with loud rows too, which a block may clip.
+    """
     kind, plan = type(block), _Mixing()
     like, rows = block.q_proj.weight, plan.num_rows
     hidden_1TE = torch.arange(rows * like.shape[1]).sin().view(1, rows, -1).to(like)
     angle_1TD = torch.arange(rows * block.head_dim // 2).cos().view(1, rows, -1).repeat(1, 1, 2).to(like)
     given = {"position_embeddings": (angle_1TD.cos(), angle_1TD.sin()), "attention_mask": None, "attention_plan": plan}
+    trials = (hidden_1TE, 1000 * hidden_1TE)
     implementation = block.config._attn_implementation
     block.config._attn_implementation = PROBE
     try:
-        own, _ = block(hidden_1TE, **given)
+        own = [block(rows_1TE, **given)[0].float() for rows_1TE in trials]
         block.its_options = plan.options
         block.__class__ = _exchanged(kind)
-        ours, _ = block(hidden_1TE, **given)
-        same = torch.allclose(ours.float(), own.float(), rtol=1e-4, atol=1e-5 * float(own.abs().max()))
+        ours = [block(rows_1TE, **given)[0].float() for rows_1TE in trials]
+        same = all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+            for one, other in zip(ours, own, strict=True)
+        )
     except (TypeError, AttributeError, ValueError, RuntimeError, UserError):
         same = False
     finally:
@@ -189,3 +203,9 @@ def _exchange(block: Any) -> None:
 @functools.cache
 def _exchanged(kind: type) -> type:
     return type(kind.__name__, (LlamaLike, kind), {})
+
+
+def _blank(kind: type) -> Any:
+    """An exchanged block of this class, without what is in it."""
+    exchanged: Any = _exchanged(kind)
+    return exchanged.__new__(exchanged)

@@ -40,7 +40,7 @@ def bitwise(policy: Policy) -> Policy:
             "as many rows as chance sends there; use model.parity close"
         )
     for tile in TILES:
-        tried = replace(policy, parity="bitwise", head=replace(policy.head, row_tile=tile))
+        tried = replace(policy, parity="bitwise", head=replace(policy.head, row_tile=tile), may_pack=True)
         known: dict[int, torch.Tensor] = {}
         if _rows_are_their_own(tried, known):
             alike = _rows_are_their_own(tried.packed_up(), known)

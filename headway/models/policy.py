@@ -184,7 +184,7 @@ def add_adapter(policy: Policy, settings: AdapterSettings, seed: int) -> Policy:
     if settings.kind == "none":
         return policy
     assert policy.adapter is None
-    with_adapter = replace(policy, adapter=adapters.put_into(policy.model, settings, seed))
+    with_adapter = replace(policy.unpacked(), adapter=adapters.put_into(policy.model, settings, seed))
     products.install(policy.model)
     return with_adapter
 

@@ -60,7 +60,8 @@ def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | Non
         return linear(x, weight_OI, bias_O)
     given = (x, weight_OI) if bias_O is None else (x, weight_OI, bias_O)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return _Product.apply(x, weight_OI, bias_O)
+        output_TO = _Product.apply(x.reshape(-1, x.shape[-1]), weight_OI, bias_O)
+        return output_TO.view(*x.shape[:-1], -1)  # out here, since a layer may change what it gets in place
     return _onednn(x, weight_OI, bias_O)
 
 
@@ -71,18 +72,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        return _onednn(x, weight_OI, bias_O)
+    def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return _onednn(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        x, weight_OI = ctx.saved_tensors
-        grad_TO = grad.reshape(-1, grad.shape[-1])
+        (grad_TO,) = grads
+        x_TI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = _onednn(grad_TO, weight_OI.t()).view(x.shape) if wants_x else None
-        grad_weight = _onednn(grad_TO.t(), x.reshape(-1, x.shape[-1]).t()) if wants_weight else None
+        grad_x = _onednn(grad_TO, weight_OI.t()) if wants_x else None
+        grad_weight = _onednn(grad_TO.t(), x_TI.t()) if wants_weight else None
         return grad_x, grad_weight, grad_TO.sum(0) if wants_bias else None
 
 
@@ -90,27 +90,29 @@ class Packed:
     """A copy of the weights of linear layers with the same inputs, laid out as a processor reads them fastest.
 
     For weights that many products read before they change. What comes out has the bits of `product`, layer after layer;
-    with weights that have changed since, with gradients, and wherever else it would not, nothing comes out.
+    with weights or biases that have changed since, with gradients, and wherever else it would not, nothing comes out.
+    Changes are those that torch counts, and other storage; what is written past it, through numpy, `.data` or by a
+    fused optimizer, is not seen.
     """
 
     def __init__(self, weights_OI: Sequence[torch.Tensor], biases_O: Sequence[torch.Tensor | None]) -> None:
-        self._weights = list(weights_OI)
-        self._versions = [weight._version for weight in self._weights]
-        self._usable = USES_ONEDNN and all(map(_is_plain, self._weights))
         biases = [bias for bias in biases_O if bias is not None]
-        assert len(biases) in (0, len(self._weights)), "of layers that are packed together all have a bias, or none"
+        assert len(biases) in (0, len(weights_OI)), "of layers that are packed together all have a bias, or none"
+        self._read = [(tensor, tensor._version, tensor.data_ptr()) for tensor in (*weights_OI, *biases)]
+        self._usable = USES_ONEDNN and all(map(_is_plain, weights_OI))
         if self._usable:
             self._bias_O = torch.cat(biases).detach() if biases else None
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(self._weights).detach())
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights_OI)).detach())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied layer has weights of its own, which nobody has packed."""
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a layer that is copied, or read from a file, has weights of its own, which nobody has packed."""
+        return type(None), ()
 
     def product(self, x: torch.Tensor) -> torch.Tensor | None:
         """[..., I] -> [..., O of all the layers]."""
         if not self._usable or torch.is_grad_enabled() or not (_is_plain(x) and x.numel()):
             return None
-        if any(weight._version != version for weight, version in zip(self._weights, self._versions, strict=True)):
+        if any(tensor._version != version or tensor.data_ptr() != place for tensor, version, place in self._read):
             return None
         return _onednn(x, self._packed, self._bias_O)
 

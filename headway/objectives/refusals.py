@@ -27,13 +27,14 @@ class Situation:
 
     stale: data may be older than the weights they train (run_ahead > 0, or new weights while rollouts are in flight).
     optimizer_steps: per batch, all passes together. truncated_sampling: top-p, top-k or min-p; kept_set_recorded: the
-    tokens that were left to choose from are known to the trainer. temperature: of sampling.
+    tokens that were left to choose from are known to the trainer. temperature, top_k (0: all tokens): of sampling.
     """
 
     stale: bool = False
     optimizer_steps: int = 1
     group_size: int = 1
     temperature: float = 1.0
+    top_k: int = 0
     truncated_sampling: bool = False
     kept_set_recorded: bool = False
 
@@ -72,6 +73,12 @@ def _groups_of_one(objective: Objective, situation: Situation) -> Refusal | None
 
 
 def _greedy(objective: Objective, situation: Situation) -> Refusal | None:
+    if situation.top_k == 1:
+        return Refusal(
+            "generate.top_k is 1, and rollouts that take the likeliest token are all the same",
+            "set it to 0, or to 2 or more",
+            impossible=True,
+        )
     if situation.temperature > 0:
         return None
     return Refusal(

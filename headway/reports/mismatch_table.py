@@ -60,6 +60,11 @@ class Figures:
         return Compounded(num_tokens * self.log_ratio_mean, math.sqrt(num_tokens) * self.log_ratio_deviation)
 
     @property
+    def kl_error(self) -> float:
+        """The standard error of `kl`."""
+        return self.kl_k3_error if self.log_ratio_mean == -self.kl_k3 else self.kl_k1_error
+
+    @property
     def is_harmless(self) -> bool:
         compounded = self.over(1_000)
         return max(abs(compounded.low - 1), abs(compounded.high - 1)) < HARMLESS
@@ -164,13 +169,19 @@ class Probe:
         return sorted(chosen, key=lambda one: _figures(one).kl, reverse=True)
 
     def notes(self) -> list[str]:
-        """What else must be said: a control that is not clean, and sources that could not be measured."""
+        """What else must be said: of what could not be measured, of a control that is not clean, of few tokens."""
         control = next((one.figures for one in self.sources if one.name == CONTROL), None)
         said = [f"{one.title}: not measured, {one.why_not}" for one in self.sources if one.why_not]
         if control and control.unequal_share:
             said.append(
                 "with this model on this machine no two passes have the same bits: "
                 f"KL {figure(control.kl)} is in every row"
+            )
+        if vague := [one for one in self.sources if one.figures and _is_vague(one.figures)]:
+            fewest = min(vague, key=lambda one: _figures(one).num_tokens)
+            said.append(
+                f"half of the KL or more may be chance in {len(vague)} of the rows, {_named(fewest)} with "
+                f"{_figures(fewest).num_tokens} tokens among them: give a larger --batch or --new-tokens"
             )
         return said
 
@@ -197,6 +208,11 @@ class Probe:
         return " ".join(said)
 
 
+def _is_vague(figures: Figures) -> bool:
+    """A divergence that might matter, and half of it or more is chance; one token says nothing of chance."""
+    return not figures.is_harmless and (figures.num_tokens == 1 or 2 * figures.kl_error > abs(figures.kl))
+
+
 def _figures(source: Source) -> Figures:
     assert source.figures is not None
     return source.figures
@@ -212,11 +228,13 @@ def _weights(compounded: Compounded) -> str:
     """
     >>> _weights(Compounded(-0.5, 1.0)), _weights(Compounded(-5e-9, 1e-4)), _weights(Compounded(0.0, 0.0))
     ('0.223 to 1.65', '1 ± 1e-4', '1')
+    >>> _weights(Compounded(-5e-11, 0.0))  # of a single token
+    '1 ± 5e-11'
     """
     if compounded.deviation == 0 and compounded.mean == 0:
         return "1"
     if max(abs(compounded.mean), compounded.deviation) < 1e-3:
-        return f"1 ± {_short(compounded.deviation)}"
+        return f"1 ± {_short(compounded.deviation or abs(compounded.mean))}"
     return f"{_weight(compounded.low)} to {_weight(compounded.high)}"
 
 

@@ -138,6 +138,9 @@ async def accounted(engine: TorchEngine) -> None:
         assert sorted([*held, *engine._blocks._free]) == list(range(engine._blocks.total))
         for prefix in prefixes:
             assert prefix.num_readers == sum(lane.prefix is prefix for lane in engine._lanes)
+        assert engine._prefixes._num_unused == sum(
+            not prefix.num_readers for prefix in engine._prefixes._known.values()
+        )
         assert all(lane.prefix is None and not lane.own for lane in engine._waiting)
 
     await engine._ask(look)

@@ -119,6 +119,7 @@ def test_weights_that_were_given_up_must_come_before_it_wakes(policy):
                     await call
             with pytest.raises(UserError, match="was not sent"):
                 await engine.load({}, 1)
+            assert sum(tensor.untyped_storage().nbytes() for tensor in policy.weights().values()) == 0
             with pytest.raises(UserError, match="load new ones first"):
                 await engine.wake()
             await engine.load(new.weights(), 3)

@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import itertools
 import random
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import torch
 from transformers import DynamicCache
 
 from headway.generate.randomness import stream_key, uniforms
+from headway.generate.torch_engine import TorchEngine
 from headway.models.attention import PackedAttention, Segment
 from headway.models.distribution import Head, Shape, token_logprobs
 from headway.models.paged import LayerShape
@@ -29,7 +31,7 @@ from headway.models.weights import fingerprint
 from headway.stages import Sample, SampleRequest
 from headway.types import Prompt, UserError
 from tests import tiny
-from tests.generate.harness import Pass, Passes, answers, ask, assert_same, engine_of, run, sample_together
+from tests.generate.harness import LIMIT_S, Pass, Passes, answers, ask, assert_same, engine_of, run, sample_together
 from tests.tiny import END, make_chain, make_policy, own_logprobs
 
 PROMPTS = ("1+2=", "a", "0123456789+-", "bb c", "77", "k=?")
@@ -884,6 +886,67 @@ def test_an_exception_in_decoding_text_reaches_the_waiter(policy):
 
     with pytest.raises(RuntimeError, match="the engine has failed: Broken: no text"):
         answers(policy, [ask("1+2=", 3)], decode=decode)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_exception_in_decoding_one_text_reaches_those_that_end_with_it(policy, number):
+    decoded = itertools.count(1)
+
+    def decode(ids: Sequence[int]) -> str:
+        if next(decoded) == number:
+            raise Broken("no text")
+        return tiny.decode(ids)
+
+    async def program():
+        async with engine_of(policy, decode=decode) as engine:
+            return await asyncio.gather(
+                *(engine.sample(ask("1+2=", 3, member=member)) for member in range(3)), return_exceptions=True
+            )
+
+    assert {str(error) for error in run(program())} == {"the engine has failed: Broken: no text"}
+
+
+def test_an_exception_in_decoding_what_a_rollout_goes_on_from_reaches_the_waiter(policy):
+    def decode(ids: Sequence[int]) -> str:
+        raise Broken("no text")
+
+    (so_far,) = answers(policy, [ask("1+2=", 6, pause_after=2)])
+    with pytest.raises(RuntimeError, match="the engine has failed: Broken: no text"):
+        answers(policy, [ask("1+2=", 6, so_far=so_far, stop=("b",))], decode=decode)
+
+
+def test_callers_of_several_event_loops_and_one_that_has_gone(policy):
+    """Each has his answer on his own loop; one that was closed during the pass with its answer harms nobody."""
+    handed_over, may_go = threading.Barrier(3), threading.Event()
+
+    def elsewhere(engine: TorchEngine, num_tokens: int, *, stay: bool) -> Sample | None:
+        async def program() -> Sample | None:
+            task = asyncio.create_task(engine.sample(ask("1+2=", num_tokens)))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(handed_over.wait, LIMIT_S)
+            await asyncio.to_thread(may_go.wait, LIMIT_S)
+            return await task if stay else None
+
+        return asyncio.run(program())
+
+    async def program():
+        passes = Passes(policy)
+        passes.hold(0, 1)
+        async with engine_of(policy) as engine:
+            plug = asyncio.create_task(engine.sample(ask("m", 1)))
+            async with passes.held_at(0):
+                own = asyncio.create_task(engine.sample(ask("1+2=", 5)))
+                stays = asyncio.create_task(asyncio.to_thread(elsewhere, engine, 5, stay=True))
+                goes = asyncio.create_task(asyncio.to_thread(elsewhere, engine, 1, stay=False))
+                await asyncio.to_thread(handed_over.wait, LIMIT_S)
+            async with passes.held_at(1):
+                may_go.set()
+                await goes
+            await plug
+            return await stays, await own
+
+    theirs, own = run(program())
+    assert theirs == own
 
 
 def test_weights_that_break_the_swap_end_the_engine(policy):

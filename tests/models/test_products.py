@@ -107,6 +107,14 @@ def test_no_graph_is_kept_without_gradients():
     assert product(random_numbers(3, 7), weight_OI.detach()).grad_fn is None
 
 
+@pytest.mark.parametrize("shape", [(7,), (6, 7), (1, 6, 7)], ids=str)
+def test_what_comes_out_may_be_changed_in_place(shape):
+    """As models do that clip their queries."""
+    x, weight_OI = random_numbers(*shape).requires_grad_(), random_numbers(5, 7, seed=1)
+    ours, expected = (torch.autograd.grad(of(x, weight_OI).clamp_(-1, 1).sum(), x) for of in (product, linear))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
 # ---- a row's bits are its own
 
 

@@ -107,6 +107,13 @@ def test_groups_of_one_can_not_be_compared():
 def test_greedy_rollouts_teach_nothing():
     (found,) = refusals(named("dapo"), Situation(group_size=8, temperature=0))
     assert found.impossible
+    kept = {"truncated_sampling": True, "kept_set_recorded": True}
+    (found,) = refusals(named("dapo"), Situation(group_size=8, top_k=1, **kept))
+    assert found.impossible
+    assert str(found) == (
+        "generate.top_k is 1, and rollouts that take the likeliest token are all the same: set it to 0, or to 2 or more"
+    )
+    assert refusals(named("dapo"), Situation(group_size=8, top_k=2, **kept)) == []
 
 
 def test_a_constant_without_a_length():
