@@ -339,6 +339,7 @@ class InProcessStages:
             cache_bytes=config.generate.cache_bytes,
             prefill_tokens=config.generate.prefill_tokens,
         )
+        self._num_preempted = 0
         self._canaries = Canaries(self._engine, parts.source, canaries)
         self._episodes = Episodes(
             self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
@@ -385,7 +386,22 @@ class InProcessStages:
         canaries = await self._canaries.finished()
         if self._sleep != "none":  # what is in flight has been told to pause, and an evaluation has ended
             await self._engine.sleep(weights=self._sleep == "weights")
-        return await self._on_trainer_thread(lambda: self._prepare(groups, version, canaries))
+        cache, batch = await asyncio.gather(
+            self._cache_metrics(sum(map(len, groups))),
+            self._on_trainer_thread(lambda: self._prepare(groups, version, canaries)),
+        )
+        return replace(batch, metrics={**batch.metrics, **cache})
+
+    async def _cache_metrics(self, num_rollouts: int) -> dict[str, float]:
+        """Of the engine's keys and values: `cache_used`, the share of blocks that hold what rollouts stand on now;
+        `preempted_share`, how often a rollout gave way since the step before, per rollout of the batch.
+        """
+        status = await self._engine.status()
+        preempted, self._num_preempted = status.num_preempted - self._num_preempted, status.num_preempted
+        return {
+            "cache_used": 1 - (status.blocks_free + status.blocks_unused) / status.blocks,
+            "preempted_share": preempted / max(1, num_rollouts),
+        }
 
     def _prepare(self, groups: Sequence[Sequence[ScoredRollout]], version: int, canaries: Sequence[Rollout]) -> Batch:
         parts, config = self._parts, self._parts.config

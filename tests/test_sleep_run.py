@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import headway.in_process
 from headway import run
 from headway.checkpoint import newest_checkpoint
-from headway.generate.torch_engine import TorchEngine
+from headway.generate.torch_engine import EngineStatus, TorchEngine
 from headway.models.policy import load_policy
 from headway.models.weights import fingerprint
 from headway.reports.folder import CHECKPOINTS
@@ -139,3 +140,20 @@ def test_a_checkpoint_of_paused_rollouts_is_written_and_gone_on_with(
     run.train(resolved(model_folder, **settings), out, resume=True)
     assert set(watched.trained().values()) == {1}
     assert len(watched.trained()) == 24
+
+
+def test_a_step_says_how_full_the_cache_was_and_how_often_a_rollout_gave_way_since_the_one_before(
+    working_folder: Path, model_folder: Path, monkeypatch
+):
+    real, preempted = TorchEngine.status, iter([2, 10, 10, 13])
+
+    async def status(engine: TorchEngine) -> EngineStatus:
+        return replace(await real(engine), blocks=10, blocks_free=3, blocks_unused=2, num_preempted=next(preempted))
+
+    monkeypatch.setattr(TorchEngine, "status", status)
+    settings = resolved(model_folder, run__steps=4, schedule__run_ahead=0)
+    run.train(settings, working_folder / "run")
+    batch_size = settings.config.schedule.batch_size
+    rows = [step.trained["metrics"] for step in kept_steps(read_trace(working_folder / "run" / "trace.jsonl"))]
+    assert [row["cache_used"] for row in rows] == [0.5] * 4
+    assert [row["preempted_share"] * batch_size for row in rows] == pytest.approx([2, 8, 0, 3])

@@ -24,6 +24,9 @@ ACTED_SHARE = 0.5
 CANARY_KL = 1e-4
 """Under the same weights only numerics are left: float32 gives 1e-10 and less, a bfloat16 engine some 1e-5."""
 
+PREEMPTED_SHARE = 0.5
+"""A rollout that gives way is computed again: beyond this, a good part of the engine's time goes there."""
+
 ESS_SHARE = 0.3
 """Below this the variance of an estimate weighted by the ratios is more than three times that of fresh samples."""
 
@@ -68,6 +71,11 @@ _LIMITS = {
         "{figure} tokens that were sampled by the weights they train have other log-probs there, and model.parity is "
         "bitwise: that is a fault of the engine or of this machine's libraries",
         patience=1,
+    ),
+    "preempted_share": _Limit(
+        PREEMPTED_SHARE,
+        "the engine's cache is too small: rollouts gave way to others, and were computed again, {figure} as often as "
+        "rollouts were trained: raise generate.cache_bytes, or lower generate.lanes",
     ),
     "ess_share": _Limit(
         ESS_SHARE,
@@ -164,6 +172,7 @@ def _watched(row: Mapping[str, Any], group_size: int) -> Iterator[tuple[str, Any
             yield key, row[key]
     yield "canary_kl_k3", row.get("canary_kl_k3")
     yield "unequal_tokens", row.get("unequal_tokens")
+    yield "preempted_share", row.get("preempted_share")
     yield "ess_share", row.get("ess_share")
 
 

@@ -291,3 +291,17 @@ def throughput(run: RunRecord) -> go.Figure | None:
     x_steps(figure, run)
     figure.update_yaxes(title={"text": f"tokens / {run.unit.rstrip('s') or 's'}"}, rangemode="tozero")
     return figure
+
+
+def cache(run: RunRecord) -> go.Figure | None:
+    """Share of the engine's cache that rollouts stand on when a step begins, and how often they gave way."""
+    steps = run.drawn_steps
+    if not has(steps, "cache_used"):
+        return None
+    figure = go.Figure()
+    figure.add_trace(line(steps, "cache_used", "blocks in use", BLUE))
+    figure.add_trace(line(steps, "preempted_share", "gave way, per trained rollout", ORANGE))
+    house_style(figure, 280)
+    x_steps(figure, run)
+    figure.update_yaxes(title={"text": "share"}, rangemode="tozero", tickformat=".0%")
+    return figure

@@ -218,4 +218,12 @@ def hardware(run: RunRecord) -> list[Picture]:
             "level, and falling only as responses grow longer; sampled and trained stay close.",
             figures.throughput,
         ),
+        Picture(
+            "cache",
+            "The engine's cache",
+            "Blocks of keys and values that rollouts stand on, of all there are, when a step's batch is complete; and "
+            "how often a rollout gave way because there were none left, per trained rollout.",
+            "room to spare, and nobody gives way: whoever does is computed again.",
+            figures.cache,
+        ),
     ]

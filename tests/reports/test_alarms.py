@@ -28,6 +28,7 @@ def _raised(rows: list[dict[str, Any]], group_size: int = 8) -> list[list[str]]:
         ("zero_variance_groups", 18, 19),  # of 20 groups
         ("acted_share/tis", 0.49, 0.5),
         ("canary_kl_k3", 9e-5, 1e-4),
+        ("preempted_share", 0.49, 0.5),
         ("ess_share", 0.31, 0.3),
     ],
 )
