@@ -393,13 +393,13 @@ class InProcessStages:
         return replace(batch, metrics={**batch.metrics, **cache})
 
     async def _cache_metrics(self, num_rollouts: int) -> dict[str, float]:
-        """Of the engine's keys and values: `cache_used`, the share of blocks that hold what rollouts stand on now;
-        `preempted_share`, how often a rollout gave way since the step before, per rollout of the batch.
+        """Of the engine's cache since the step before: `cache_used`, the share of blocks that rollouts stood on in the
+        fullest pass; `preempted_share`, how often a rollout gave way, per rollout of the batch.
         """
         status = await self._engine.status()
         preempted, self._num_preempted = status.num_preempted - self._num_preempted, status.num_preempted
         return {
-            "cache_used": 1 - (status.blocks_free + status.blocks_unused) / status.blocks,
+            "cache_used": status.blocks_most_used / status.blocks,
             "preempted_share": preempted / max(1, num_rollouts),
         }
 

@@ -148,7 +148,7 @@ def test_a_step_says_how_full_the_cache_was_and_how_often_a_rollout_gave_way_sin
     real, preempted = TorchEngine.status, iter([2, 10, 10, 13])
 
     async def status(engine: TorchEngine) -> EngineStatus:
-        return replace(await real(engine), blocks=10, blocks_free=3, blocks_unused=2, num_preempted=next(preempted))
+        return replace(await real(engine), blocks=10, blocks_most_used=5, num_preempted=next(preempted))
 
     monkeypatch.setattr(TorchEngine, "status", status)
     settings = resolved(model_folder, run__steps=4, schedule__run_ahead=0)

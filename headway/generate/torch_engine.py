@@ -63,8 +63,9 @@ class EngineStatus:
     """An engine at a token boundary.
 
     num_lanes, num_waiting: rollouts that hold a lane, and those that wait for one. Of the cache's blocks `blocks_free`
-    hold nothing and `blocks_unused` prompts on which no rollout stands. num_preempted: how often a rollout gave way so
-    far; num_passes: forward passes so far.
+    hold nothing and `blocks_unused` prompts on which no rollout stands; rollouts stood on `blocks_most_used` in the
+    fullest pass since the status was last asked for. num_preempted: how often a rollout gave way so far; num_passes:
+    forward passes so far.
     """
 
     version: int
@@ -73,6 +74,7 @@ class EngineStatus:
     blocks: int
     blocks_free: int
     blocks_unused: int
+    blocks_most_used: int
     num_preempted: int
     num_passes: int
     asleep: bool
@@ -124,7 +126,7 @@ class TorchEngine:
         self._context_tokens = policy.context_tokens
         self._lanes: list[Lane] = []
         self._waiting: deque[Lane] = deque()
-        self._num_admitted = self._num_preempted = self._num_passes = 0
+        self._num_admitted = self._num_preempted = self._num_passes = self._most_used = 0
         self._pool = pool_for(policy, lanes + spare_lanes, cache_bytes)
         self._blocks = self._pool.blocks
         self._prefixes = Prefixes(self._blocks, max_unused=lanes)
@@ -327,6 +329,7 @@ class TorchEngine:
         if not self._lanes:
             held = self._prefixes.num_blocks + self._blocks.num_free
             assert held == self._blocks.total, f"{self._blocks.total - held} blocks of the cache are lost"
+        most_used, self._most_used = self._most_used, 0
         return EngineStatus(
             version=self._version,
             num_lanes=len(self._lanes),
@@ -334,6 +337,7 @@ class TorchEngine:
             blocks=self._blocks.total,
             blocks_free=self._blocks.num_free,
             blocks_unused=self._prefixes.num_evictable,
+            blocks_most_used=most_used,
             num_preempted=self._num_preempted,
             num_passes=self._num_passes,
             asleep=self._is_asleep,
@@ -350,6 +354,8 @@ class TorchEngine:
         if not self._is_packed:
             self._policy, self._is_packed = self._policy.packed_up(), True
         work = self._plan_pass()
+        num_used = self._blocks.total - self._blocks.num_free - self._prefixes.num_evictable
+        self._most_used = max(self._most_used, num_used)
         ready = self._make_pass(work) if work else []
         ready += self._first_tokens()
         if ready:

@@ -294,7 +294,7 @@ def throughput(run: RunRecord) -> go.Figure | None:
 
 
 def cache(run: RunRecord) -> go.Figure | None:
-    """Share of the engine's cache that rollouts stand on when a step begins, and how often they gave way."""
+    """Share of the engine's cache that rollouts stood on at most, and how often they gave way, step by step."""
     steps = run.drawn_steps
     if not has(steps, "cache_used"):
         return None

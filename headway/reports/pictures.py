@@ -221,8 +221,8 @@ def hardware(run: RunRecord) -> list[Picture]:
         Picture(
             "cache",
             "The engine's cache",
-            "Blocks of keys and values that rollouts stand on, of all there are, when a step's batch is complete; and "
-            "how often a rollout gave way because there were none left, per trained rollout.",
+            "Blocks of keys and values that rollouts stood on, of all there are, in the fullest moment since the step "
+            "before; and how often a rollout gave way because there were none left, per trained rollout.",
             "room to spare, and nobody gives way: whoever does is computed again.",
             figures.cache,
         ),

@@ -196,12 +196,13 @@ def test_the_youngest_give_way_and_come_back_first(policy, gave_way):
         passes = Passes(policy)
         async with engine_of(policy, cache_blocks=5) as engine:
             samples = await sample_together(engine, passes, requests)
-            return samples, passes.seen, await engine.status()
+            return samples, passes.seen, await engine.status(), await engine.status()
 
-    samples, passes, status = run(program())
+    samples, passes, status, again = run(program())
     assert [request for request, _ in gave_way] == [requests[3], requests[2]]
     assert passes == [Pass(0, 3), *[Pass(4)] * 32, *[Pass(2)] * 7, Pass(0, 66), *[Pass(2)] * 6]
     assert (status.num_preempted, status.blocks_free, status.blocks_unused) == (2, 4, 1)
+    assert (status.blocks_most_used, again.blocks_most_used) == (5, 0)
     for sample, expected in zip(samples, answers(make_policy(max_position_embeddings=256), requests), strict=True):
         assert_same(sample, expected)
 
