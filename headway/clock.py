@@ -147,6 +147,12 @@ class Bell:
         self._rung, self._waiter = False, None
 
 
+# What a run leaves, cycles of tasks and their errors, joins the old objects without counting towards Python's own look
+# among those: a process of ten thousand simulations would keep all of it. So it is counted here.
+MOST_UNSEEN = 250_000
+_num_unseen = 0
+
+
 @contextmanager
 def rare_collections(new_objects: int) -> Iterator[None]:
     """Python looks for cyclic garbage whenever 700 more objects live than before, among all that live. What was there
@@ -154,6 +160,7 @@ def rare_collections(new_objects: int) -> Iterator[None]:
     rollouts in flight spent a fifth of its time there, a simulation of ten thousand a third. So that is left out, and
     the look comes after so many new objects.
     """
+    global _num_unseen
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(before[0] and max(before[0], new_objects), *before[1:])
@@ -161,7 +168,11 @@ def rare_collections(new_objects: int) -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+        _num_unseen += len(gc.get_objects())
         gc.unfreeze()
+        if _num_unseen > MOST_UNSEEN:
+            gc.collect()
+            _num_unseen = 0
 
 
 def run(program: Coroutine[Any, Any, T], *, virtual: bool = False) -> T:

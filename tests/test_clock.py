@@ -501,6 +501,22 @@ def test_cyclic_garbage_is_looked_for_less_often_and_least_on_virtual_time():
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
+def test_what_runs_leave_behind_does_not_pile_up():
+    """Each leaves a cycle that only a look among the old objects finds."""
+
+    async def program():
+        kept: list[object] = [[] for _ in range(300)]
+        kept.append(kept)
+
+    def num_objects_after(num_runs):
+        for _ in range(num_runs):
+            run(program(), virtual=True)
+        return len(gc.get_objects())
+
+    start = num_objects_after(1)
+    assert num_objects_after(3000) < start + 500_000, "900,000 without"
+
+
 def test_a_collector_that_is_off_stays_off():
     before = gc.get_threshold()
     gc.set_threshold(0)
