@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-all check format smollm2
+.PHONY: quickstart test test-all test-slow check format smollm2
 
 quickstart: .venv/base  ## the main job on the embedded default: reward rises, a page is left
 	$(BIN)/headway train recipes/quickstart.toml
@@ -12,8 +12,12 @@ quickstart: .venv/base  ## the main job on the embedded default: reward rises, a
 test: .venv/dev  ## the everyday tests
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: .venv/dev .venv/smollm2  ## everything, with real components and whole runs
-	$(BIN)/python -m pytest
+test-all: test test-slow  ## everything
+
+# Those of the schedule are many simulations, each on one core.
+test-slow: .venv/dev .venv/smollm2  ## real components, whole runs, tens of thousands of simulations
+	$(BIN)/python -m pytest -m slow --ignore tests/schedule
+	$(BIN)/python -m pytest -m slow tests/schedule -n auto
 
 check: .venv/dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
