@@ -35,9 +35,10 @@ def shape(config: Config, *, name: str, source: str) -> ModelShape:
     config = _of_text(config)
     kind = str(config.get("model_type", ""))
     if kind not in _ARCHITECTURES:
+        hint = did_you_mean(*nearest(kind, _ARCHITECTURES))
         raise UserError(
-            f"{source}: model_type {kind!r} is not one that can be planned{did_you_mean(*nearest(kind, _ARCHITECTURES))}"
-            f"; these can: {', '.join(sorted(_ARCHITECTURES))}"
+            f"{source}: model_type {kind!r} is not one that can be planned{hint}; these can: "
+            f"{', '.join(sorted(_ARCHITECTURES))}"
         )
     try:
         return _shape(_Sizes(config, source), _ARCHITECTURES[kind], name, source)

@@ -58,7 +58,7 @@ def find_gpu(name: str) -> Gpu:
 
 @cache
 def _rows() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(resources.files(__package__).joinpath("facts/gpus.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(resources.files("headway.plan").joinpath("facts/gpus.toml").read_text(encoding="utf-8"))
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:

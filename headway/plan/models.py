@@ -49,7 +49,7 @@ def published_weight_bytes(name: str) -> float | None:
 
 @cache
 def _rows() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(resources.files(__package__).joinpath("facts/models.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(resources.files("headway.plan").joinpath("facts/models.toml").read_text(encoding="utf-8"))
 
 
 def _known(name: str) -> ModelShape:

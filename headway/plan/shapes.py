@@ -7,7 +7,7 @@ the sizes alone, so that it can be compared with a published total.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -150,6 +150,12 @@ class Layer:
             + self._fixed_feedforward(hidden)
         )
 
+    def num_small_params(self, hidden: int) -> int:
+        """Of those, norms, biases and the router, which are not divided among the GPUs that share a layer."""
+        block = self.feedforward
+        router = block.router_params(hidden) if isinstance(block, Experts) else 0
+        return self.attention.num_other_params(hidden) + self.norms * hidden + router
+
     def _fixed_feedforward(self, hidden: int) -> int:
         block = self.feedforward
         if isinstance(block, Feedforward):
@@ -195,32 +201,51 @@ class ModelShape:
     def num_params(self) -> int:
         """All, a tied head counted once."""
         return self._outside_layers(embeddings=1 if self.tied else 2) + sum(
-            count * layer.num_params(self.hidden) for layer, count in self._kinds
+            count * layer.num_params(self.hidden) for layer, count in self.kinds
         )
 
     @cached_property
     def num_active_params(self) -> int:
         """That one token uses, both embeddings counted as published figures do."""
-        routed = sum(count * layer.num_routed_params(self.hidden) for layer, count in self._kinds)
-        active = sum(count * layer.num_active_routed_params(self.hidden) for layer, count in self._kinds)
+        routed = sum(count * layer.num_routed_params(self.hidden) for layer, count in self.kinds)
+        active = sum(count * layer.num_active_routed_params(self.hidden) for layer, count in self.kinds)
         return self.num_params - routed + active
 
     @cached_property
     def num_matrix_params(self) -> int:
         """Active ones that a token is multiplied with: without the input embedding, which is only looked up."""
-        return self.num_active_params - (0 if self.tied else self.vocab * self.hidden)
+        return self.num_active_params - (0 if self.tied else self.embedding_params)
 
     def num_touched_params(self, num_tokens: float) -> float:
         """That one decode step of so many rollouts reads: the head, and of mixtures the experts that are touched."""
         return self._outside_layers(embeddings=1) + sum(
-            count * layer.num_touched_params(self.hidden, num_tokens) for layer, count in self._kinds
+            count * layer.num_touched_params(self.hidden, num_tokens) for layer, count in self.kinds
         )
 
+    @property
+    def embedding_params(self) -> int:
+        """Of one of the two embeddings."""
+        return self.vocab * self.hidden
+
+    def as_critic(self) -> ModelShape:
+        """The same with one value for each token instead of logits."""
+        return replace(self, name=f"{self.name} as critic", tied=True)
+
+    @property
+    def largest_matrix_params(self) -> int:
+        """Of one tensor of a layer; a mixture's experts are tensors of their own."""
+        blocks = [b for layer, _ in self.kinds for b in (layer.attention, *_blocks(layer))]
+        return max(ins * outs for block in blocks for ins, outs in block.matrices(self.hidden).values())
+
+    @property
+    def largest_layer_params(self) -> int:
+        return max(layer.num_params(self.hidden) for layer, _ in self.kinds)
+
     def _outside_layers(self, embeddings: int) -> int:
-        return embeddings * self.vocab * self.hidden + self.hidden
+        return embeddings * self.embedding_params + self.hidden
 
     @cached_property
-    def _kinds(self) -> list[tuple[Layer, int]]:
+    def kinds(self) -> list[tuple[Layer, int]]:
         """Layers that are alike, and how many: a hundred layers are two or three kinds."""
         kinds: dict[Layer, int] = {}
         for layer in self.layers:
@@ -232,7 +257,7 @@ class ModelShape:
     def kv_bytes(self, num_tokens: float, bytes_per_number: float = 2) -> float:
         """Of one sequence of so many tokens; layers with a window keep no more than that."""
         return bytes_per_number * sum(
-            count * layer.attention.cached_numbers * _seen(layer, num_tokens) for layer, count in self._kinds
+            count * layer.attention.cached_numbers * _seen(layer, num_tokens) for layer, count in self.kinds
         )
 
     def kv_bytes_per_token(self, bytes_per_number: float = 2) -> float:
@@ -242,7 +267,7 @@ class ModelShape:
     def marginal_kv_bytes(self, bytes_per_number: float = 2) -> float:
         """Of one more token once every window is full."""
         return bytes_per_number * sum(
-            count * layer.attention.cached_numbers for layer, count in self._kinds if layer.attention.window is None
+            count * layer.attention.cached_numbers for layer, count in self.kinds if layer.attention.window is None
         )
 
     # ---- operations
@@ -250,25 +275,33 @@ class ModelShape:
     def attention_flops(self, context: float) -> float:
         """Of one new token that attends to `context` tokens, in all layers."""
         return sum(
-            count * layer.attention.flops_per_cached_token * _seen(layer, context) for layer, count in self._kinds
+            count * layer.attention.flops_per_cached_token * _seen(layer, context) for layer, count in self.kinds
         )
 
     def causal_attention_flops(self, num_tokens: float) -> float:
         """Of a whole sequence, each token seeing itself and those before it, but at most the window."""
         return sum(
             count * layer.attention.flops_per_cached_token * _seen_in_all(layer, num_tokens)
-            for layer, count in self._kinds
+            for layer, count in self.kinds
         )
 
     # ---- what adapters of rank r add
 
     def adapter_params(self, rank: int) -> int:
         """LoRA on every linear layer of attention and feed-forward blocks, experts too: r (inputs + outputs) each."""
-        return rank * sum(count * _ends(layer, self.hidden) for layer, count in self._kinds)
+        return rank * sum(count * _ends(layer, self.hidden) for layer, count in self.kinds)
 
 
 def _products(matrices: dict[str, tuple[int, int]]) -> int:
     return sum(inputs * outputs for inputs, outputs in matrices.values())
+
+
+def _blocks(layer: Layer) -> list[Feedforward]:
+    """One routed expert stands for all."""
+    block = layer.feedforward
+    if isinstance(block, Feedforward):
+        return [block]
+    return [block.each, *([block.shared] if block.shared else [])]
 
 
 def _ends(layer: Layer, hidden: int) -> int:

@@ -1,0 +1,65 @@
+"""How many tokens rollouts in flight hold, from the lengths that answers have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts of `prompt` tokens and the lengths of answers: numbers that stand for their distribution, ascending."""
+
+    prompt: float
+    lengths: tuple[float, ...]
+
+    @staticmethod
+    def of(prompt: float, lengths: Sequence[float], longest: float | None = None) -> Answers:
+        """longest: the token budget at which every answer ends."""
+        cut = lengths if longest is None else [min(length, longest) for length in lengths]
+        return Answers(prompt, tuple(sorted(cut)))
+
+    @cached_property
+    def mean(self) -> float:
+        return sum(self.lengths) / len(self.lengths)
+
+    @cached_property
+    def longest(self) -> float:
+        return self.lengths[-1]
+
+    @cached_property
+    def steady(self) -> tuple[float, float]:
+        """Mean and standard deviation of the answer tokens that one lane holds when lanes go on without a pause.
+
+        A lane is found in an answer in proportion to its length, and anywhere in it: E[L^2] / 2 E[L], and for the
+        square E[L^3] / 3 E[L].
+        """
+        first, second, third = (sum(x**power for x in self.lengths) for power in (1, 2, 3))
+        mean = second / (2 * first)
+        return mean, sqrt(max(0.0, third / (3 * first) - mean * mean))
+
+    @cached_property
+    def together(self) -> tuple[float, float]:
+        """The same where all lanes start at once and none begins another: (time at its worst, share still running).
+
+        The time is in tokens; at t, those still running hold t each.
+        """
+        num = len(self.lengths)
+        worst = max(range(num), key=lambda place: (self.prompt + self.lengths[place]) * (num - place))
+        return self.lengths[worst], (num - worst) / num
+
+    def held(self, num_rollouts: float, *, safety: float = 3.0) -> tuple[float, float]:
+        """Tokens in the cache of so many rollouts in flight, prompts of their own each -> at least, as expected.
+
+        At least: the mean in a steady state. As expected: the larger of that with `safety` standard deviations, and of
+        rollouts that start together at their worst moment; but never more than all at their longest.
+        """
+        mean, deviation = self.steady
+        floor = num_rollouts * (self.prompt + mean)
+        steady = floor + safety * sqrt(num_rollouts) * deviation
+        time, share = self.together
+        spread = safety * sqrt(num_rollouts * share * (1 - share)) * (self.prompt + time)
+        together = num_rollouts * share * (self.prompt + time) + spread
+        return floor, min(num_rollouts * (self.prompt + self.longest), max(steady, together))

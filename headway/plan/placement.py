@@ -1,0 +1,101 @@
+"""Which GPUs do what: engines of a size that fits, and the two ways of sharing GPUs between generation and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.plan.gpus import Gpu
+from headway.plan.lengths import Answers
+from headway.plan.memory import ENGINE_OVERHEAD, KV_BYTES_PER_NUMBER, Generation, Pool
+from headway.plan.shapes import ModelShape
+from headway.plan.states import Sharding
+from headway.types import UserError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs of one kind. per_machine: that have the fast links; usable: share of the nominal memory."""
+
+    gpu: Gpu
+    num: int
+    per_machine: int = 8
+    usable: float = 0.9
+
+    @property
+    def budget(self) -> float:
+        """Bytes of each GPU that may be planned with."""
+        return self.usable * self.gpu.memory_bytes
+
+
+def fits(pools: list[Pool], hardware: Hardware) -> bool:
+    return all(pool.peak.expected <= hardware.budget for pool in pools)
+
+
+def engines(
+    shape: ModelShape,
+    hardware: Hardware,
+    num_gpus: int,
+    lanes: int,
+    answers: Answers,
+    *,
+    weight_bytes: float = 2.0,
+    tensor: int | None = None,
+) -> Generation:
+    """As many engines as there is room for on so many GPUs, each on the fewest that hold the weights and one answer at
+    its longest. GPUs that make no whole engine stay idle.
+
+    tensor: GPUs of an engine, if they are given. Raises UserError where they can't divide the model or the GPUs.
+    """
+    if tensor is None:
+        tensor = _smallest(shape, hardware, num_gpus, answers, weight_bytes)
+    else:
+        check_division(shape, num_gpus, tensor=tensor, what="generate")
+    return Generation(max(1, num_gpus // tensor), tensor, lanes, weight_bytes)
+
+
+def _smallest(shape: ModelShape, hardware: Hardware, num_gpus: int, answers: Answers, weight_bytes: float) -> int:
+    possible = [2**power for power in range(11) if 2**power <= num_gpus and _divides(shape, 2**power)]
+    room = hardware.budget - ENGINE_OVERHEAD[1]
+    one = shape.kv_bytes(answers.prompt + answers.longest, KV_BYTES_PER_NUMBER)
+    for tensor in possible:
+        if weight_bytes * shape.num_params / tensor + one <= room:
+            return tensor
+    return possible[-1]
+
+
+def _divides(shape: ModelShape, tensor: int) -> bool:
+    return all(layer.attention.heads % tensor == 0 for layer, _ in shape.kinds)
+
+
+def check_division(
+    shape: ModelShape, num_gpus: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, what: str
+) -> None:
+    """Raises UserError where a number of GPUs or a model can't be divided so."""
+    for name, ways in (("tensor", tensor), ("pipeline", pipeline), ("expert", expert)):
+        if ways < 1:
+            raise UserError(f"{name} parallelism of {ways}: give at least 1")
+    if num_gpus % (tensor * pipeline):
+        near = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+        raise UserError(
+            f"{num_gpus} GPUs that {what} are not divided by tensor {tensor} x pipeline {pipeline}; "
+            f"{num_gpus} is divided by {', '.join(map(str, near))}"
+        )
+    heads = shape.layers[0].attention.heads
+    if not _divides(shape, tensor):
+        raise UserError(f"{shape.name} has {heads} heads, which tensor parallelism of {tensor} does not divide")
+    if pipeline > shape.num_layers:
+        raise UserError(f"{shape.name} has {shape.num_layers} layers, too few for a pipeline of {pipeline}")
+    if (num_gpus // (tensor * pipeline)) % expert:
+        raise UserError(
+            f"{num_gpus // (tensor * pipeline)} data ranks are not divided by expert parallelism of {expert}"
+        )
+
+
+def sharding(
+    shape: ModelShape, num_gpus: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, zero: int = 3
+) -> Sharding:
+    """Of a trainer on so many GPUs. Raises UserError where they can't be divided so."""
+    check_division(shape, num_gpus, tensor=tensor, pipeline=pipeline, expert=expert, what="train")
+    if zero not in range(4):
+        raise UserError(f"ZeRO level {zero} does not exist; give 0, 1, 2 or 3")
+    return Sharding(num_gpus, tensor, pipeline, expert, zero)
