@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headway.plan.gpus import Gpu
-from headway.plan.lengths import Answers
-from headway.plan.memory import ENGINE_OVERHEAD, KV_BYTES_PER_NUMBER, Generation, Pool
+from headway.plan.memory import Generation, Job, Pool
 from headway.plan.shapes import ModelShape
 from headway.plan.states import Sharding
 from headway.types import UserError
@@ -27,40 +27,51 @@ class Hardware:
         return self.usable * self.gpu.memory_bytes
 
 
-def fits(pools: list[Pool], hardware: Hardware) -> bool:
+def fits(pools: Sequence[Pool], hardware: Hardware) -> bool:
     return all(pool.peak.expected <= hardware.budget for pool in pools)
 
 
-def engines(
-    shape: ModelShape,
-    hardware: Hardware,
-    num_gpus: int,
-    lanes: int,
-    answers: Answers,
-    *,
-    weight_bytes: float = 2.0,
-    tensor: int | None = None,
-) -> Generation:
-    """As many engines as there is room for on so many GPUs, each on the fewest that hold the weights and one answer at
-    its longest. GPUs that make no whole engine stay idle.
+@dataclass(frozen=True)
+class Placed:
+    """A job on its GPUs: what each of them holds, and whether that is within the budget."""
+
+    job: Job
+    pools: tuple[Pool, ...]
+    fits: bool
+
+    @property
+    def fullest(self) -> float:
+        """Bytes expected on the fullest GPU of all."""
+        return max(pool.peak.expected for pool in self.pools)
+
+
+def generations(
+    shape: ModelShape, num_gpus: int, lanes: int, *, weight_bytes: float = 2.0, tensor: int | None = None
+) -> list[Generation]:
+    """Ways to make engines of so many GPUs, the smallest engines first. GPUs that make no whole engine stay idle.
 
     tensor: GPUs of an engine, if they are given. Raises UserError where they can't divide the model or the GPUs.
     """
-    if tensor is None:
-        tensor = _smallest(shape, hardware, num_gpus, answers, weight_bytes)
-    else:
+    if tensor is not None:
         check_division(shape, num_gpus, tensor=tensor, what="generate")
-    return Generation(max(1, num_gpus // tensor), tensor, lanes, weight_bytes)
+        sizes = [tensor]
+    else:
+        sizes = [2**power for power in range(11) if 2**power <= num_gpus and _divides(shape, 2**power)]
+    return [Generation(num_gpus // size, size, lanes, weight_bytes) for size in sizes]
 
 
-def _smallest(shape: ModelShape, hardware: Hardware, num_gpus: int, answers: Answers, weight_bytes: float) -> int:
-    possible = [2**power for power in range(11) if 2**power <= num_gpus and _divides(shape, 2**power)]
-    room = hardware.budget - ENGINE_OVERHEAD[1]
-    one = shape.kv_bytes(answers.prompt + answers.longest, KV_BYTES_PER_NUMBER)
-    for tensor in possible:
-        if weight_bytes * shape.num_params / tensor + one <= room:
-            return tensor
-    return possible[-1]
+def place(jobs: Iterable[Job], pools_of: Callable[[Job], Sequence[Pool]], hardware: Hardware) -> Placed:
+    """The first job that fits, in the order given; of none, the one that comes nearest.
+
+    With engines from small to large that is the fastest one that fits, and whatever fits still does on more GPUs.
+    """
+    placed = []
+    for job in jobs:
+        pools = tuple(pools_of(job))
+        placed.append(Placed(job, pools, fits(pools, hardware)))
+        if placed[-1].fits:
+            return placed[-1]
+    return min(placed, key=lambda one: one.fullest)
 
 
 def _divides(shape: ModelShape, tensor: int) -> bool:

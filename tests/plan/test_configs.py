@@ -116,7 +116,10 @@ def test_experts_of_either_name(tmp_path):
     [
         ("{", "is no JSON"),
         ("[]", "holds no JSON object"),
-        ({**TINY, "model_type": "lama"}, "'lama' is not one that can be planned; did you mean llama?; these can: deeps"),
+        (
+            {**TINY, "model_type": "lama"},
+            "'lama' is not one that can be planned; did you mean llama?; these can: deeps",
+        ),
         (TINY, "model_type '' is not one that can be planned; these can"),
         ({**TINY, "model_type": "llama", "hidden_size": 0}, "hidden_size is 0; a whole number of at least 1"),
         ({**TINY, "model_type": "llama", "vocab_size": None}, "vocab_size is not given"),
