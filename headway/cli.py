@@ -1,4 +1,4 @@
-"""The commands: train, simulate, report, export, objectives, mismatch."""
+"""The commands: train, simulate, report, export, objectives, mismatch, fit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from headway import config as settings
 from headway.mismatch.setting import LOOKED_AT as PROBED
 from headway.mismatch.setting import Options, Request, request
+from headway.plan.states import PRECISIONS
+from headway.planning import request as planned
 from headway.types import UserError, did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from headway.scaling.fit import Asked
 
 app = typer.Typer(
     add_completion=False,
@@ -297,6 +302,119 @@ def objectives(context: typer.Context) -> None:
     print(describe.description(named_objective(resolved.config)))
 
 
+@app.command(context_settings=_OVERRIDES, epilog=_keys_help(planned.LOOKED_AT), options_metavar="[RECIPE] [OPTIONS]")
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="a known model, as qwen2.5-7b, or a folder with its config.json")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="as h100, a100-40-sxm, h200, b200, mi300x, rtx-4090")] = None,
+    num_gpus: Annotated[str | None, typer.Option(metavar="N", help="of that kind; default 1")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="grpo|ppo", help="ppo has critic, reference and reward model; default grpo")
+    ] = None,
+    kl: Annotated[bool, typer.Option("--kl", help="a KL term, and so a frozen reference")] = False,
+    lora_rank: Annotated[str | None, typer.Option(metavar="R", help="train an adapter on every linear layer")] = None,
+    prompt_tokens: Annotated[str | None, typer.Option(metavar="N", help="of a prompt; default 512")] = None,
+    mean_tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="of an answer; default a quarter of the longest")
+    ] = None,
+    longest: Annotated[str | None, typer.Option(metavar="N", help="tokens of an answer; default 4096")] = None,
+    nominal: Annotated[
+        str | None, typer.Option(metavar="P", help="reckon with a round number of parameters, as 7e9")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="|".join(PRECISIONS), help="of the trainer; default mixed")
+    ] = None,
+    zero: Annotated[str | None, typer.Option(metavar="0..3", help="what ZeRO divides; default 3, as FSDP does")] = None,
+    tensor: Annotated[str | None, typer.Option(metavar="N", help="GPUs of the trainer that share a layer")] = None,
+    pipeline: Annotated[str | None, typer.Option(metavar="N", help="stages of the trainer's layers")] = None,
+    expert: Annotated[str | None, typer.Option(metavar="N", help="data ranks that share a mixture's experts")] = None,
+    engine_tensor: Annotated[
+        str | None, typer.Option(metavar="N", help="GPUs of an engine; default the fewest that fit")
+    ] = None,
+    whole_logits: Annotated[bool, typer.Option("--whole-logits", help="logits of a micro-batch all at once")] = False,
+    no_checkpointing: Annotated[bool, typer.Option("--no-checkpointing", help="keep every activation")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="optimizer states wait in the host's memory")] = False,
+    usable: Annotated[str | None, typer.Option(metavar="SHARE", help="of a GPU's memory; default 0.9")] = None,
+    price: Annotated[str | None, typer.Option(help="of one GPU for an hour, in whatever currency")] = None,
+    bandwidth_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.8")] = None,
+    prefill_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.5")] = None,
+    training_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.4")] = None,
+    link_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.8")] = None,
+    step_overhead: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="of a decode step; default 0.002")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="choose by closed laws, and simulate no schedule")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="write the recommended schedule as a recipe")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with pictures")] = None,
+) -> None:
+    """Say before a run whether it fits, how fast it will be, and which schedule to choose.
+
+    The sizes of batches and answers are those of RECIPE or of the settings below; what nobody says is assumed and
+    listed.
+    """
+    recipe, overrides = _recipe_first(_words(context))
+    efficiency = {
+        "bandwidth": bandwidth_efficiency,
+        "prefill": prefill_efficiency,
+        "training": training_efficiency,
+        "link": link_efficiency,
+        "step_overhead_s": step_overhead,
+    }
+    options = planned.Options(
+        gpu=gpu,
+        num_gpus=num_gpus,
+        algorithm=algorithm,
+        kl=kl,
+        lora_rank=lora_rank,
+        nominal=nominal,
+        precision=precision,
+        zero=zero,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        engine_tensor=engine_tensor,
+        usable=usable,
+        price=price,
+        prompt_tokens=prompt_tokens,
+        mean_tokens=mean_tokens,
+        longest=longest,
+        whole_logits=whole_logits,
+        no_checkpointing=no_checkpointing,
+        offload=offload,
+        efficiency={name: value for name, value in efficiency.items() if value is not None},
+    )
+    _check_file("--write", write)
+    _check_file("--page", page)
+    _plan(planned.request(options, model, recipe, overrides), write, page, quick=quick, as_json=as_json)
+
+
+def _plan(asked: planned.Request, write: Path | None, page: Path | None, *, quick: bool, as_json: bool) -> None:
+    from headway.planning import choose
+    from headway.reports import plan_table
+    from headway.reports.sweep_table import progress
+
+    found = choose.plan(asked, progress, quick=quick)
+    if as_json:
+        print(json.dumps(plan_table.to_json(found), allow_nan=False))
+    else:
+        plan_table.show(found, sys.stdout)
+    if write:
+        if found.chosen is None:
+            raise UserError(f"--write {write}: nothing fits, so there is no schedule to write")
+        write.write_text(choose.recipe(found.request, found.chosen), encoding="utf-8")
+        print(f"recipe: {write}", file=sys.stderr if as_json else sys.stdout)
+    if page:
+        from headway.reports import plan_page
+
+        plan_page.write(page, found, choose.chosen_timeline(found))
+        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
+
+
 @app.command(context_settings=_OVERRIDES, epilog=_keys_help(PROBED), options_metavar="[OPTIONS]")
 def mismatch(
     context: typer.Context,
@@ -358,6 +476,84 @@ def _probe(asked: Request, json_file: Path | None, page: Path | None) -> None:
     if page:
         mismatch_page.write(page, probed)
         print(f"page: {page}")
+
+
+@app.command(context_settings=_OVERRIDES, options_metavar="METRICS ... [OPTIONS]")
+def fit(
+    context: typer.Context,
+    x: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="what compute is: trained_tokens (default), seconds or steps; or a column"),
+    ] = None,
+    y: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="the reward: a metric or a column; default greedy_accuracy, or reward_mean where evaluations are few",
+        ),
+    ] = None,
+    skip: Annotated[
+        str | None, typer.Option(metavar="C", help="leave out the early part, below that compute, or a share as in 10%")
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="C", help="fit up to there, and see how the extrapolation came out on the rest"),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="C", help="extrapolate to there; may be given again; default 200%, 1000%"),
+    ] = None,
+    start: Annotated[str | None, typer.Option(metavar="R", help="R_0, the reward at compute 0; default fitted")] = None,
+    ceiling: Annotated[
+        str | None, typer.Option(metavar="R", help="no reward can be above it; default 1 of greedy_accuracy, else none")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as one JSON object")] = False,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write a page with the curves")] = None,
+) -> None:
+    """Fit the ScaleRL sigmoid to learning curves, foretell where they lead, and compare them.
+
+    METRICS are folders of runs, their metrics.jsonl, or tables: CSV or JSON lines with the columns compute and reward.
+    """
+    paths = [Path(word) for word in _words(context)]
+    if wrong := next((path for path in paths if str(path).startswith("-")), None):
+        raise UserError(f"unknown option {wrong}; headway fit --help lists what there is")
+    if not paths:
+        raise UserError("which learning curve? headway fit RUN, or a table as in headway fit curve.csv")
+    _check_file("--page", page)
+    from headway.scaling import amount
+    from headway.scaling.fit import Asked
+
+    asked = Asked(
+        skip=amount.parse_amount("--skip", skip) if skip is not None else None,
+        until=amount.parse_amount("--until", until) if until is not None else None,
+        at=[amount.parse_amount("--at", word) for word in at or []],
+        start=amount.parse_number("--start", start, "the reward at compute 0") if start is not None else None,
+        ceiling=amount.parse_number("--ceiling", ceiling, "a reward that none can exceed")
+        if ceiling is not None
+        else None,
+    )
+    _fit(paths, (x, y), asked, page, as_json=as_json)
+
+
+def _fit(
+    paths: list[Path], axes: tuple[str | None, str | None], asked: Asked, page: Path | None, *, as_json: bool
+) -> None:
+    from headway.reports import scaling_table
+    from headway.scaling import compare, learning_curve
+    from headway.scaling.fit import fit as fit_curve
+
+    fits = [fit_curve(curve, asked) for curve in learning_curve.read(paths, *axes)]
+    comparisons = compare.compare(fits)
+    if as_json:
+        figures = {"fits": fits, "comparisons": comparisons}
+        print(json.dumps({name: [one.to_json() for one in found] for name, found in figures.items()}, allow_nan=False))
+    else:
+        scaling_table.show(fits, comparisons, sys.stdout)
+    if page:
+        from headway.reports import scaling_page
+
+        scaling_page.write(page, fits, comparisons)
+        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
 
 
 def main() -> None:

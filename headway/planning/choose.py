@@ -1,0 +1,302 @@
+"""Which schedule to choose: a short list by the closed laws, each of it simulated by the real scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import tomlkit
+
+from headway.config import Resolved, resolve
+from headway.plan.laws import admitted_rate, largest_rate, mean_lag
+from headway.plan.memory import lanes_that_fit
+from headway.plan.proposal import Candidate, Figures, Layout, Plan, Request, Times
+from headway.plan.states import state_bytes
+from headway.planning.candidates import curves, layouts, sync_bytes, times
+from headway.reports.summary import Timeline, timeline
+from headway.simulation import simulate as simulate_one
+from headway.sweep import SweepJob, simulate
+
+STEPS, SKIPPED = 30, 6
+"""Train steps of a simulation, and the first of them that its figures leave out."""
+
+MOST_ROLLOUTS = 8_000
+"""Of one simulation, so that a sweep ends in seconds: with larger batches it takes fewer steps."""
+
+MOST_RUN_AHEAD = 8
+
+SHORT_LIST = 3
+"""Splits that are simulated beside the colocated layout."""
+
+NEAR = 0.02
+"""A throughput within so much of the best is as good, and then less lag decides."""
+
+
+Progress = Callable[[int], AbstractContextManager[Callable[[], object]]]
+"""Told how many simulations there will be -> to be called as each ends."""
+
+
+def plan(request: Request, progress: Progress = lambda num: nullcontext(lambda: None), *, quick: bool = False) -> Plan:
+    """quick: no simulations; the closed laws choose."""
+    candidates = _candidates(request)
+    listed = short_list(candidates)
+    simulated = [] if quick else _simulated(request, listed, progress)
+    chosen = _fastest_by_law(listed) if quick else _best(simulated)
+    rest = [candidate for candidate in candidates if quick or candidate not in listed]
+    reasons = _reasons(request, chosen, simulated, candidates)
+    return Plan(request, _states(request), (*simulated, *rest), chosen, reasons)
+
+
+def _simulated(request: Request, listed: Sequence[Candidate], progress: Progress) -> list[Candidate]:
+    jobs = [_job(request, candidate) for candidate in listed]
+    with progress(len(jobs)) as done:
+        runs = simulate(jobs, done)
+    return [
+        replace(candidate, figures=_figures(request, run.figures)) for candidate, run in zip(listed, runs, strict=True)
+    ]
+
+
+def _states(request: Request) -> dict[str, float]:
+    num_params = request.nominal or request.shape.num_params
+    return state_bytes(num_params, request.models, request.precision)
+
+
+# ---- the short list
+
+
+def _candidates(request: Request) -> list[Candidate]:
+    """Every layout with every run_ahead that may pay, by the closed laws."""
+    found = []
+    for layout in layouts(request):
+        took, drawn = times(request, layout), curves(request, layout)
+        for run_ahead in _run_aheads(request, layout, took):
+            rate = _rate(request, layout, took, run_ahead)
+            lag = mean_lag(run_ahead, request.lanes, took.rollout_s, request.batch, took.train_s)
+            found.append(Candidate(layout, took, run_ahead, rate, lag, drawn))
+    return found
+
+
+def _run_aheads(request: Request, layout: Layout, took: Times) -> list[float]:
+    """Colocated by turns, nothing is gained by running further ahead than the next batch; disaggregated, up to where
+    admission is no longer the bound, and one more.
+    """
+    if request.run_ahead is not None:
+        return [request.run_ahead]
+    if layout.sharing == "colocated":
+        return [0, 1]
+    most = largest_rate(request.lanes, took.rollout_s, request.batch, took.train_s + took.sync_s)
+    enough = most * _stay_s(request, took, request.group) / request.batch - 1
+    return list(range(min(MOST_RUN_AHEAD, math.ceil(enough) + 1) + 1))
+
+
+def _stay_s(request: Request, took: Times, num_waited_for: int) -> float:
+    """From the start of a rollout until the batch that takes it is trained: it waits for the longest of so many."""
+    pace_s = took.rollout_s / request.answers.mean
+    return request.answers.expected_longest(num_waited_for) * pace_s + took.train_s + took.sync_s
+
+
+def _rate(request: Request, layout: Layout, took: Times, run_ahead: float) -> float:
+    """Rollouts a second, at most. By turns both times add up. Else lanes, trainer or admission are the bound: a rollout
+    stays until the longest of its group has ended and its batch is trained, without run_ahead the longest of its batch.
+    """
+    trained_s = took.train_s + took.sync_s
+    if layout.sharing == "colocated" and run_ahead > 0:
+        return request.batch / (request.batch * took.rollout_s / request.lanes + trained_s)
+    stay_s = _stay_s(request, took, request.batch if run_ahead == 0 else request.group)
+    lanes_or_trainer = largest_rate(request.lanes, took.rollout_s, request.batch, trained_s)
+    return min(lanes_or_trainer, admitted_rate(run_ahead, request.batch, stay_s))
+
+
+def short_list(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of those that fit: colocated ones, and the few splits with the highest rate; of all but the first of these the
+    synchronous schedule is left out.
+    """
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    found = [candidate for candidate in fitting if candidate.layout.sharing == "colocated"]
+    by_split: dict[int, list[Candidate]] = {}
+    for candidate in fitting:
+        if candidate.layout.sharing == "disaggregated":
+            by_split.setdefault(candidate.layout.training, []).append(candidate)
+    best = sorted(by_split.values(), key=lambda split: max(one.rate for one in split), reverse=True)[:SHORT_LIST]
+    for place, split in enumerate(best):
+        found += [one for one in split if place == 0 or one.run_ahead > 0 or len(split) == 1]
+    return found
+
+
+# ---- simulating it
+
+
+def settings_of(request: Request, candidate: Candidate) -> dict[str, Any]:
+    """The settings of a run with these sizes, and of its simulation with these times."""
+    took, by_turns = candidate.times, candidate.layout.sharing == "colocated"
+    steps = max(SKIPPED + 10, min(STEPS, MOST_ROLLOUTS // request.batch))
+    return {
+        "run.steps": steps,
+        "generate.lanes": request.lanes,
+        "generate.sleep": request.sleep if by_turns else "none",
+        "schedule.batch_size": request.batch,
+        "schedule.group_size": request.group,
+        "schedule.run_ahead": candidate.run_ahead,
+        "schedule.overlap": not by_turns,
+        "simulate.engine": "roofline",
+        "simulate.lengths": request.lengths,
+        "simulate.mean_length": request.mean,
+        "simulate.longest": request.longest,
+        "simulate.overhead_s": took.overhead_s,
+        "simulate.weight_bytes": took.weight_bytes,
+        "simulate.kv_bytes_per_token": took.kv_bytes,
+        "simulate.bandwidth_bytes_per_s": took.bandwidth,
+        "simulate.prompt_tokens": request.answers.prompt,
+        "simulate.prefill_tokens_per_s": took.prefill_tokens_per_s,
+        "simulate.train_time": took.train_s,
+        "simulate.sync_time": took.sync_s,
+        "simulate.skip_steps": min(SKIPPED, steps // 2),
+    }
+
+
+def _resolved(request: Request, candidate: Candidate) -> Resolved:
+    words = [f"--{key}={_word(value)}" for key, value in settings_of(request, candidate).items()]
+    return resolve(None, [*words, f"--run.seed={request.seed}"])
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _job(request: Request, candidate: Candidate) -> SweepJob:
+    choice = {"gpus": candidate.layout.name, "schedule.run_ahead": f"{candidate.run_ahead:g}"}
+    return SweepJob(choice, [], _resolved(request, candidate))
+
+
+def _figures(request: Request, simulated: Any) -> Figures:
+    rate = simulated["throughput"]
+    tokens_per_s = rate * (simulated["trained_length"] or 0.0)
+    per_second = request.hardware.num * request.price / 3600 if request.price is not None else None
+    return Figures(
+        step_s=request.batch / rate,
+        rollouts_per_s=rate,
+        tokens_per_s=tokens_per_s,
+        price=None if per_second is None else 1e6 * per_second / tokens_per_s,
+        mean_lag=simulated["mean_lag"],
+        token_lag=simulated["token_lag"],
+        max_lag=simulated["max_lag"],
+        trainer_idle=max(0.0, 1 - simulated["trainer_utilization"]),
+        lanes_idle=max(0.0, 1 - simulated["lane_utilization"]),
+    )
+
+
+# ---- choosing one
+
+
+def _best(simulated: Sequence[Candidate]) -> Candidate | None:
+    """The one with the least lag among those that are as fast as the fastest."""
+    scored = [(candidate, candidate.figures) for candidate in simulated if candidate.figures]
+    if not scored:
+        return None
+    most = max(figures.tokens_per_s for _, figures in scored)
+    near = [(candidate, figures) for candidate, figures in scored if figures.tokens_per_s >= (1 - NEAR) * most]
+    return min(near, key=lambda one: (one[1].token_lag, -one[1].tokens_per_s))[0]
+
+
+def _fastest_by_law(listed: Sequence[Candidate]) -> Candidate | None:
+    """And of equals the one with the least lag."""
+    return max(listed, key=lambda candidate: (candidate.rate, -candidate.run_ahead), default=None)
+
+
+def _reasons(
+    request: Request, chosen: Candidate | None, simulated: Sequence[Candidate], candidates: Sequence[Candidate]
+) -> tuple[str, ...]:
+    if chosen is None:
+        return _why_nothing_fits(request, candidates)
+    took = chosen.times
+    if took.arithmetic_bound:
+        memory = "decoding is bound by arithmetic: fewer rollouts in flight would be as fast"
+    elif took.crossover < 1e9:
+        memory = f"decoding waits for the memory: arithmetic is the bound from {took.crossover:,.0f} rollouts on"
+    else:
+        memory = "decoding waits for the memory, at any number of rollouts of this length"
+    return (*_why(request, chosen, simulated), memory)
+
+
+def _why(request: Request, chosen: Candidate, simulated: Sequence[Candidate]) -> list[str]:
+    name, figures = f"{chosen.layout.name}, run_ahead {chosen.run_ahead:g}", chosen.figures
+    if figures is None:
+        rate = chosen.rate * request.answers.mean
+        return [
+            f"{name}: at most {rate:,.0f} trained tokens/s at a mean lag of about {chosen.expected_lag:.2g}, by closed "
+            "laws; without --quick the schedules are simulated"
+        ]
+    reasons = [
+        f"{name}: {figures.tokens_per_s:,.0f} trained tokens/s at a mean lag of {figures.mean_lag:.2g}; of the "
+        f"{len(simulated)} schedules that were simulated, none with less lag comes within {NEAR:.0%} of the fastest"
+    ]
+    synchronous = [one.figures.tokens_per_s for one in simulated if one.run_ahead == 0 and one.figures]
+    if chosen.run_ahead > 0 and synchronous:
+        reasons.append(f"{figures.tokens_per_s / max(synchronous):.2f} times the fastest synchronous schedule")
+    reasons.append(
+        f"{_bound(figures)}: the trainer idles {figures.trainer_idle:.0%} of the time, lanes {figures.lanes_idle:.0%}"
+    )
+    return reasons
+
+
+BUSY = 0.02
+"""Idle for so small a share of the time is always busy."""
+
+
+def _bound(figures: Figures) -> str:
+    if max(figures.trainer_idle, figures.lanes_idle) < BUSY:
+        return "trainer and lanes are both always busy"
+    if min(figures.trainer_idle, figures.lanes_idle) > 0.5:
+        return "each waits for the other"
+    return "the trainer is the bound" if figures.trainer_idle < figures.lanes_idle else "generation is the bound"
+
+
+def _why_nothing_fits(request: Request, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    nearest = min(candidates, key=lambda candidate: candidate.layout.placed.fullest)
+    placed, budget = nearest.layout.placed, request.hardware.budget
+    pool = max(placed.pools, key=lambda each: each.peak.expected)
+    largest = sorted(pool.peak.lines, key=lambda line: line.expected, reverse=True)[:2]
+    most = " and ".join(f"{line.name} {line.expected / 1e9:.1f} GB" for line in largest)
+    return (
+        f"nothing fits: the nearest layout ({nearest.layout.name}) needs {placed.fullest / 1e9:.1f} GB a GPU in phase "
+        f"{pool.peak.name!r}, and {budget / 1e9:.1f} GB may be used; most of it is {most}",
+        f"more GPUs{'' if request.offload else ', --offload'}"
+        f"{'' if request.models.adapter_params else ', --lora-rank'} or shorter answers would help",
+    )
+
+
+def spare_lanes(request: Request, candidate: Candidate) -> int:
+    """Rollouts at their longest for which the generating GPUs of a layout have room, in all engines."""
+    job = candidate.layout.placed.job
+    pool = candidate.layout.placed.pools[0]
+    (generate,) = [phase for phase in pool.phases if phase.name == "generate"]
+    engine = ("engine's weights", "keys and values", "engine overhead")
+    others = sum(line.expected for line in generate.lines if line.name not in engine)
+    return job.generation.replicas * lanes_that_fit(job, request.hardware.budget, others=others)
+
+
+def chosen_timeline(plan: Plan) -> Timeline | None:
+    """Of the recommended schedule's simulation, once more."""
+    if plan.chosen is None or plan.chosen.figures is None:
+        return None
+    return timeline(simulate_one(_resolved(plan.request, plan.chosen).config))
+
+
+def recipe(request: Request, candidate: Candidate) -> str:
+    """The candidate as a recipe, for `headway simulate` and as a start for a run of its own."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment(f"{request.shape.name} on {request.hardware.num} x {request.hardware.gpu.title}:"))
+    document.add(tomlkit.comment(f"{candidate.layout.name}; {sync_bytes(request) / 1e9:.3g} GB of new weights a step."))
+    document.add(tomlkit.comment("The times in [simulate] are predicted, in seconds."))
+    tables: dict[str, Any] = {}
+    values = {"model.path": request.model, **settings_of(request, candidate)}
+    values |= {"generate.max_new_tokens": int(request.longest)}
+    for key, value in values.items():
+        section, name = key.split(".")
+        tables.setdefault(section, tomlkit.table()).add(name, value)
+    for section, table in tables.items():
+        document.add(section, table)
+    return tomlkit.dumps(document)

@@ -1,0 +1,240 @@
+"""What is asked of the planner: a model, GPUs, an algorithm and a workload, each with where it was said.
+
+What nobody said is assumed, and the plan lists it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from headway import config as settings
+from headway.config import Config, Resolved
+from headway.plan.gpus import find_gpu
+from headway.plan.lengths import Answers
+from headway.plan.models import find_model
+from headway.plan.placement import Hardware, check_division
+from headway.plan.proposal import Assumption, Request
+from headway.plan.roofline import Efficiency
+from headway.plan.shapes import ModelShape
+from headway.plan.states import PRECISIONS, Algorithm, Models, Precision, models_of
+from headway.simulate.workload import make_lengths
+from headway.types import UserError, did_you_mean, nearest
+
+LOOKED_AT = (
+    *("run.seed", "model.path", "adapter.kind", "adapter.rank", "adapter.vector_size", "objective.kl_coefficient"),
+    *("generate.lanes", "generate.max_new_tokens", "generate.sleep", "prepare.micro_batch_tokens"),
+    *("schedule.batch_size", "schedule.group_size", "schedule.run_ahead"),
+    *("simulate.lengths", "simulate.mean_length", "simulate.prompt_tokens"),
+)
+"""Settings that a plan looks at, of a recipe and of the command line."""
+
+ASSUMED: Mapping[str, object] = {
+    "schedule.batch_size": 256,
+    "schedule.group_size": 8,
+    "generate.max_new_tokens": 4096,
+    "prepare.micro_batch_tokens": 16_384,
+    "simulate.prompt_tokens": 512.0,
+    "simulate.lengths": "lognormal:1",
+}
+"""Of a job that no recipe describes; lanes are as many as rollouts of a batch, and answers a quarter of the longest."""
+
+NUM_LENGTHS = 2000
+"""Lengths of answers that stand for their distribution."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Words of the command line as they were given; None for what was not."""
+
+    gpu: str | None = None
+    num_gpus: str | None = None
+    algorithm: str | None = None
+    kl: bool = False
+    lora_rank: str | None = None
+    nominal: str | None = None
+    precision: str | None = None
+    zero: str | None = None
+    tensor: str | None = None
+    pipeline: str | None = None
+    expert: str | None = None
+    engine_tensor: str | None = None
+    usable: str | None = None
+    price: str | None = None
+    prompt_tokens: str | None = None
+    mean_tokens: str | None = None
+    longest: str | None = None
+    whole_logits: bool = False
+    no_checkpointing: bool = False
+    offload: bool = False
+    efficiency: Mapping[str, str] | None = None
+
+
+def request(options: Options, model: str | None, recipe: Path | None, overrides: Sequence[str] = ()) -> Request:
+    """Raises UserError for whatever the user can mend."""
+    words = [*([f"--model.path={model}"] if model else []), *overrides]
+    resolved = settings.resolve(recipe, words)
+    settings.only(resolved.origins, LOOKED_AT, "headway plan")
+    path = resolved.config.model.path
+    if path is None:
+        raise UserError("which model? headway plan --model MODEL --gpu GPU --num-gpus N")
+    if options.gpu is None:
+        raise UserError("which GPU? headway plan --model MODEL --gpu GPU --num-gpus N")
+    shape = find_model(path)
+    hardware = Hardware(
+        find_gpu(options.gpu),
+        _whole("num-gpus", options.num_gpus, 1),
+        usable=_number("usable", options.usable, 0.9, most=1.0),
+    )
+    workload = _Workload(resolved, options)
+    tensor, pipeline, expert = (
+        _whole(name, value, 1)
+        for name, value in (("tensor", options.tensor), ("pipeline", options.pipeline), ("expert", options.expert))
+    )
+    check_division(shape, hardware.num, tensor=tensor, pipeline=pipeline, expert=expert, what="train")
+    return Request(
+        shape=shape,
+        hardware=hardware,
+        algorithm=_algorithm(options.algorithm),
+        models=_models(options, resolved, shape),
+        answers=workload.answers(),
+        lanes=workload.lanes,
+        batch=workload.batch,
+        group=workload.group,
+        run_ahead=workload.run_ahead,
+        micro_batch_tokens=workload.micro_batch_tokens,
+        precision=_precision(options.precision),
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        zero=_whole("zero", options.zero, 3, least=0),
+        engine_tensor=None if options.engine_tensor is None else _whole("engine-tensor", options.engine_tensor, 1),
+        sleep=resolved.config.generate.sleep if resolved.config.generate.sleep != "none" else "weights",
+        checkpointing=not options.no_checkpointing,
+        chunked_logits=not options.whole_logits,
+        offload=options.offload,
+        efficiency=_efficiency(options.efficiency or {}),
+        nominal=None if options.nominal is None else _number("nominal", options.nominal, 0.0),
+        price=None if options.price is None else _number("price", options.price, 0.0),
+        lengths=workload.lengths,
+        mean=workload.mean,
+        longest=workload.longest,
+        seed=resolved.config.run.seed,
+        assumptions=tuple(workload.assumptions),
+        model=path,
+        recipe=recipe,
+    )
+
+
+class _Workload:
+    """Sizes of batches and answers: those of the recipe and the command line, and assumed ones for the rest."""
+
+    def __init__(self, resolved: Resolved, options: Options) -> None:
+        self._resolved = resolved
+        self.assumptions: list[Assumption] = []
+        self.batch = int(self._value("schedule.batch_size"))
+        self.group = int(self._value("schedule.group_size"))
+        self.lanes = int(self._value("generate.lanes", self.batch))
+        self.longest = self._tokens("longest", options.longest, "generate.max_new_tokens")
+        self.prompt_tokens = self._tokens("prompt-tokens", options.prompt_tokens, "simulate.prompt_tokens")
+        self.lengths = str(self._value("simulate.lengths"))
+        self.mean = self._tokens("mean-tokens", options.mean_tokens, "simulate.mean_length", self.longest / 4)
+        self.micro_batch_tokens = float(self._value("prepare.micro_batch_tokens"))
+        said = resolved.origins["schedule.run_ahead"] != "default"
+        self.run_ahead = resolved.config.schedule.run_ahead if said else None
+        if self.batch % self.group:
+            raise UserError(f"a batch of {self.batch} rollouts is no multiple of groups of {self.group}")
+
+    def _value(self, key: str, assumed: object = None) -> Any:
+        origin = self._resolved.origins[key]
+        if origin == "default":
+            value, origin = (ASSUMED[key] if assumed is None else assumed), "assumed"
+        else:
+            value = self._resolved.config.setting(key)
+        self.assumptions.append(Assumption(key, value, origin))
+        return value
+
+    def _tokens(self, option: str, word: str | None, key: str, assumed: object = None) -> float:
+        """By an option of the command, where it was given, else by a setting."""
+        if word is None:
+            return float(self._value(key, assumed))
+        value = _number(option, word, 0.0)
+        self.assumptions.append(Assumption(option, value, "command line"))
+        return value
+
+    def answers(self) -> Answers:
+        length = make_lengths(self.lengths, self.mean, self._resolved.config.run.seed, num_members=self.group)
+        return Answers.of(self.prompt_tokens, [length(identity) for identity in range(NUM_LENGTHS)], self.longest)
+
+
+def _algorithm(word: str | None) -> Algorithm:
+    known = get_args(Algorithm)
+    if word is None:
+        return "grpo"
+    for algorithm in known:
+        if word.lower() == algorithm:
+            return algorithm
+    raise UserError(f"--algorithm {word!r} is not known; it may be {' or '.join(known)}")
+
+
+def _models(options: Options, resolved: Resolved, shape: ModelShape) -> Models:
+    config = resolved.config
+    kl = options.kl or bool(config.objective.kl_coefficient)
+    return models_of(_algorithm(options.algorithm), kl=kl, adapter_params=_adapter_params(options, config, shape))
+
+
+def _adapter_params(options: Options, config: Config, shape: ModelShape) -> int | None:
+    if options.lora_rank is not None:
+        return shape.adapter_params(_whole("lora-rank", options.lora_rank, 8))
+    if config.adapter.kind == "lora":
+        return shape.adapter_params(config.adapter.rank or 8)
+    if config.adapter.kind == "tinylora":
+        return (config.adapter.vector_size or 64) * shape.num_layers
+    return None
+
+
+def _precision(word: str | None) -> Precision:
+    if word is None:
+        return PRECISIONS["mixed"]
+    if word not in PRECISIONS:
+        raise UserError(
+            f"--precision {word!r} is not known{did_you_mean(*nearest(word, PRECISIONS))}; it may be "
+            f"{', '.join(PRECISIONS)}"
+        )
+    return PRECISIONS[word]
+
+
+def _efficiency(words: Mapping[str, str]) -> Efficiency:
+    """By the names of `Efficiency`, shares up to 1 and seconds."""
+    usual = Efficiency()
+    values: dict[str, float] = {}
+    for name, word in words.items():
+        seconds = name == "step_overhead_s"
+        option = "step-overhead" if seconds else f"{name}-efficiency"
+        values[name] = _number(option, word, 0.0, most=math.inf if seconds else 1.0, zero=seconds)
+    return Efficiency(**{**vars(usual), **values})
+
+
+def _whole(option: str, word: str | None, default: int, *, least: int = 1) -> int:
+    if word is None:
+        return default
+    if not word.strip().isdecimal() or int(word) < least:
+        raise UserError(f"--{option} = {word!r}: a whole number, at least {least}")
+    return int(word)
+
+
+def _number(option: str, word: str | None, default: float, *, most: float = math.inf, zero: bool = False) -> float:
+    if word is None:
+        return default
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not (0 <= number <= most and math.isfinite(number)) or (number == 0 and not zero):
+        bound = "" if most == math.inf else f" and at most {most:g}"
+        least = "0 or more" if zero else "above 0"
+        raise UserError(f"--{option} = {word!r}: a number {least}{bound}")
+    return number
