@@ -337,6 +337,13 @@ def plan(
     no_checkpointing: Annotated[bool, typer.Option("--no-checkpointing", help="keep every activation")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="optimizer states wait in the host's memory")] = False,
     usable: Annotated[str | None, typer.Option(metavar="SHARE", help="of a GPU's memory; default 0.9")] = None,
+    sleep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|cache|weights",
+            help="what a colocated engine gives back while the trainer trains; default all",
+        ),
+    ] = None,
     price: Annotated[str | None, typer.Option(help="of one GPU for an hour, in whatever currency")] = None,
     bandwidth_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.8")] = None,
     prefill_efficiency: Annotated[str | None, typer.Option(metavar="SHARE", help="default 0.5")] = None,
@@ -380,6 +387,7 @@ def plan(
         engine_tensor=engine_tensor,
         usable=usable,
         price=price,
+        sleep=sleep,
         prompt_tokens=prompt_tokens,
         mean_tokens=mean_tokens,
         longest=longest,
@@ -390,6 +398,8 @@ def plan(
     )
     _check_file("--write", write)
     _check_file("--page", page)
+    if page and page == write:
+        raise UserError(f"--page and --write are both {page}; give them different names")
     _plan(planned.request(options, model, recipe, overrides), write, page, quick=quick, as_json=as_json)
 
 

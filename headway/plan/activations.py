@@ -27,7 +27,10 @@ class TokenBytes:
         return TokenBytes(self.floor * factor, self.expected * factor)
 
 
-NOTHING = TokenBytes(0.0, 0.0)
+def backward_of_layer(layer: Layer, hidden: int, bytes_per_number: float) -> TokenBytes:
+    """Gradients that live at once while one layer's backward pass runs: of its inner vectors and of hidden states."""
+    inner, wide = _inner_numbers(layer, hidden)
+    return TokenBytes(hidden * bytes_per_number, (3 * inner + 4 * hidden + wide) * bytes_per_number)
 
 
 def of_layer(layer: Layer, hidden: int, bytes_per_number: float) -> TokenBytes:
@@ -62,13 +65,19 @@ def _inner_numbers(layer: Layer, hidden: int) -> tuple[float, float]:
 
 
 def of_model(shape: ModelShape, bytes_per_number: float, *, checkpointing: bool) -> TokenBytes:
-    """All layers. checkpointing: each keeps its input alone and is computed again, one at a time."""
+    """All layers, and the gradients of the one at work. checkpointing: each layer keeps its input alone and is computed
+    again, one at a time.
+    """
     by_kind = [(of_layer(layer, shape.hidden, bytes_per_number), count) for layer, count in shape.kinds]
+    backward = max(
+        (backward_of_layer(layer, shape.hidden, bytes_per_number) for layer, _ in shape.kinds),
+        key=lambda per_layer: per_layer.expected,
+    )
     if not checkpointing:
-        return sum((per_layer * count for per_layer, count in by_kind), NOTHING)
+        return sum((per_layer * count for per_layer, count in by_kind), backward)
     inputs = shape.num_layers * shape.hidden * bytes_per_number
     largest = max((per_layer for per_layer, _ in by_kind), key=lambda per_layer: per_layer.expected)
-    return TokenBytes(inputs, inputs) + largest
+    return TokenBytes(inputs, inputs) + largest + backward
 
 
 LOGIT_CHUNK = 8_000_000

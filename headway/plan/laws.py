@@ -66,11 +66,3 @@ def mean_lag(run_ahead: float, lanes: float, mean: float, batch: float, train_s:
     """
     utilisation = train_s * (lanes / mean) / batch
     return run_ahead if utilisation >= 1 else min(run_ahead, saturated_lag(lanes, batch, utilisation))
-
-
-def enough_run_ahead(lanes: float, mean: float, batch: float, train_s: float) -> float:
-    """Beyond which more buys neither throughput nor lag: N / B + U, where lanes are the bound.
-
-    With a trainer that is the bound, one batch is waiting if another is in flight: N / B + 1.
-    """
-    return saturated_lag(lanes, batch, min(1.0, train_s * (lanes / mean) / batch))

@@ -10,24 +10,24 @@ from math import sqrt
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompts of `prompt` tokens and the lengths of answers: numbers that stand for their distribution, ascending."""
+    """Prompts of `prompt` tokens and the lengths of answers: numbers that stand for their distribution, ascending.
+
+    longest: the token budget of an answer, or where there is none the longest of these.
+    """
 
     prompt: float
     lengths: tuple[float, ...]
+    longest: float
 
     @staticmethod
     def of(prompt: float, lengths: Sequence[float], longest: float | None = None) -> Answers:
         """longest: the token budget at which every answer ends."""
-        cut = lengths if longest is None else [min(length, longest) for length in lengths]
-        return Answers(prompt, tuple(sorted(cut)))
+        cut = sorted(lengths if longest is None else [min(length, longest) for length in lengths])
+        return Answers(prompt, tuple(cut), cut[-1] if longest is None else longest)
 
     @cached_property
     def mean(self) -> float:
         return sum(self.lengths) / len(self.lengths)
-
-    @cached_property
-    def longest(self) -> float:
-        return self.lengths[-1]
 
     @cached_property
     def steady(self) -> tuple[float, float]:
@@ -40,16 +40,6 @@ class Answers:
         mean = second / (2 * first)
         return mean, sqrt(max(0.0, third / (3 * first) - mean * mean))
 
-    @cached_property
-    def together(self) -> tuple[float, float]:
-        """The same where all lanes start at once and none begins another: (time at its worst, share still running).
-
-        The time is in tokens; at t, those still running hold t each.
-        """
-        num = len(self.lengths)
-        worst = max(range(num), key=lambda place: (self.prompt + self.lengths[place]) * (num - place))
-        return self.lengths[worst], (num - worst) / num
-
     def held(self, num_rollouts: float, *, safety: float = 3.0) -> tuple[float, float]:
         """Tokens in the cache of so many rollouts in flight, prompts of their own each -> at least, as expected.
 
@@ -59,10 +49,14 @@ class Answers:
         mean, deviation = self.steady
         floor = num_rollouts * (self.prompt + mean)
         steady = floor + safety * sqrt(num_rollouts) * deviation
-        time, share = self.together
-        spread = safety * sqrt(num_rollouts * share * (1 - share)) * (self.prompt + time)
-        together = num_rollouts * share * (self.prompt + time) + spread
+        together = max(self._still_running(num_rollouts, place, safety) for place in range(len(self.lengths)))
         return floor, min(num_rollouts * (self.prompt + self.longest), max(steady, together))
+
+    def _still_running(self, num_rollouts: float, place: int, safety: float) -> float:
+        """Tokens of rollouts that started together when the place-th shortest is about to end."""
+        share = 1 - place / len(self.lengths)
+        num = num_rollouts * share + safety * sqrt(num_rollouts * share * (1 - share))
+        return min(num, num_rollouts) * (self.prompt + self.lengths[place])
 
     def expected_longest(self, num: int) -> float:
         """Of so many independent answers: the i-th of n lengths is it with chance (i/n)^num - ((i-1)/n)^num."""

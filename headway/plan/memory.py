@@ -42,8 +42,6 @@ FRAGMENTATION = 0.05
 BUCKET = 1 * GIB
 """Of weights under way, unless a single tensor is larger."""
 
-KV_BYTES_PER_NUMBER = 2
-
 
 @dataclass(frozen=True)
 class Line:
@@ -92,7 +90,8 @@ class Pool:
 class Generation:
     """How rollouts are generated.
 
-    replicas: engines, each on `tensor` GPUs; lanes: rollouts in flight in all of them; weight_bytes: of a parameter.
+    replicas: engines, each on `tensor` GPUs; lanes: rollouts in flight in all of them; weight_bytes: of a parameter,
+    and of a number of the cache.
     """
 
     replicas: int
@@ -149,7 +148,7 @@ class Job:
 def colocated(job: Job, sleep: Sleep) -> list[Pool]:
     """Every GPU generates, then trains."""
     states = _training_states(job)
-    resident = [line for line in states if not (job.training.offload and line.name in _OPTIMIZER_LINES)]
+    resident = [line for line in states if not (job.training.offload and line.name in OPTIMIZER_LINES)]
     weights, cache, engine = _engine_weights(job), _cache(job), _overhead("engine overhead", ENGINE_OVERHEAD)
     trainer = _overhead("trainer overhead", TRAINER_OVERHEAD)
     kept = {"none": [weights, cache], "cache": [weights], "weights": []}[sleep]
@@ -188,7 +187,8 @@ def lanes_that_fit(job: Job, budget: float, *, others: float) -> int:
 
 # ---- lines of the trainer
 
-_OPTIMIZER_LINES = ("master weights", "Adam's moments", "critic's optimizer")
+OPTIMIZER_LINES = ("master weights", "Adam's moments", "critic's optimizer")
+ENGINE_LINES = ("engine's weights", "keys and values", "engine overhead")
 
 
 def _training_states(job: Job) -> list[Line]:
@@ -269,21 +269,45 @@ def _training(job: Job) -> list[Line]:
     sharding, num_tokens = training.sharding, job.micro_batch_tokens
     number = 4 if training.precision.weights == 4 else 2
     per_token = of_model(shape, number, checkpointing=training.checkpointing)
-    share = sharding.tensor * (1 if training.checkpointing else sharding.pipeline)
-    floor, expected = (num_tokens * bytes_ / share for bytes_ in (per_token.floor, per_token.expected))
+    # a pipeline's first stage holds as many micro-batches as there are stages, each of its share of the layers
+    floor, expected = (num_tokens * bytes_ / sharding.tensor for bytes_ in (per_token.floor, per_token.expected))
     kept = "each layer's input, and one layer at a time" if training.checkpointing else "all layers"
+    kept += ", sequence-parallel" if sharding.tensor > 1 else ""
     logits = logits_bytes(num_tokens, shape.vocab, chunked=training.chunked_logits)
     lines = [
         Line("activations", floor, expected, f"{num_tokens:,.0f} tokens of a micro-batch: {kept}"),
         Line("logits", logits.floor, logits.expected, "float32, " + _logits_in_words(job)),
     ]
     if sharding.zero == 3 and sharding.data > 1:
-        layer = (
-            training.precision.weights * shape.largest_layer_params * job.scale / (sharding.tensor * sharding.expert)
-        )
-        lines.append(Line("gathered layers", layer, 2 * layer, "the layer at work, and the next one on its way"))
+        lines.append(_gathered(job))
+    elif sharding.zero == 2 and sharding.data > 1:
+        lines.append(_buckets(job))
     moving = sum(line.expected for line in lines)
     return [*lines, Line("fragmentation", 0.0, FRAGMENTATION * moving, f"{FRAGMENTATION:.0%} of what comes and goes")]
+
+
+def _buckets(job: Job) -> Line:
+    """Gradients on their way to the ranks that keep them; no more than there are."""
+    training, adapter = job.training, job.models.adapter_params
+    num_params = _held(job, job.shape).all if adapter is None else adapter
+    others = training.precision.gradients * num_params * (1 - 1 / training.sharding.data)
+    return Line("gradient buckets", 0.0, min(2 * BUCKET, others), "one is reduced while the next one fills")
+
+
+def _gathered(job: Job) -> Line:
+    """Whole weights that ZeRO 3 collects: of two layers, of the embeddings, and the gradient of the layer at work."""
+    training, shape = job.training, job.shape
+    share = job.scale / training.sharding.tensor
+    layer = shape.largest_layer_params(training.sharding.expert) * share
+    embeddings = (1 if shape.tied else 2) * shape.embedding_params * share
+    trained = 0.0 if job.models.adapter_params is not None else training.precision.gradients * layer
+    weights = training.precision.weights
+    return Line(
+        "gathered layers",
+        weights * layer,
+        weights * (2 * layer + embeddings) + trained,
+        "the layer at work with its gradient, the next one on its way, and the embeddings",
+    )
 
 
 def _logits_in_words(job: Job) -> str:
@@ -318,7 +342,7 @@ def _kv_on_gpu(job: Job, num_tokens: float) -> float:
         1 if isinstance(layer.attention, LatentAttention) else min(job.generation.tensor, layer.attention.kv_heads)
         for layer, _ in job.shape.kinds
     )
-    return job.shape.kv_bytes(num_tokens, KV_BYTES_PER_NUMBER) / ways
+    return job.shape.kv_bytes(num_tokens, job.generation.weight_bytes) / ways
 
 
 def _staging(job: Job) -> Line:

@@ -45,11 +45,6 @@ def published_params(name: str) -> int | None:
     return _rows()[name].get("published_params")
 
 
-def published_weight_bytes(name: str) -> float | None:
-    """Of a published checkpoint that is quantised."""
-    return _rows()[name].get("weight_bytes")
-
-
 @cache
 def _rows() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(resources.files("headway.plan").joinpath("facts/models.toml").read_text(encoding="utf-8"))

@@ -27,6 +27,10 @@ class Hardware:
         return self.usable * self.gpu.memory_bytes
 
 
+MOST_TENSOR = 8
+"""GPUs of an engine that the planner tries by itself: those of one machine, with its fast links."""
+
+
 def fits(pools: Sequence[Pool], hardware: Hardware) -> bool:
     return all(pool.peak.expected <= hardware.budget for pool in pools)
 
@@ -48,7 +52,8 @@ class Placed:
 def generations(
     shape: ModelShape, num_gpus: int, lanes: int, *, weight_bytes: float = 2.0, tensor: int | None = None
 ) -> list[Generation]:
-    """Ways to make engines of so many GPUs, the smallest engines first. GPUs that make no whole engine stay idle.
+    """Ways to make engines of so many GPUs, the smallest engines first. GPUs that make no whole engine, and those of
+    engines that would have no rollout, stay idle.
 
     tensor: GPUs of an engine, if they are given. Raises UserError where they can't divide the model or the GPUs.
     """
@@ -56,14 +61,15 @@ def generations(
         check_division(shape, num_gpus, tensor=tensor, what="generate")
         sizes = [tensor]
     else:
-        sizes = [2**power for power in range(11) if 2**power <= num_gpus and _divides(shape, 2**power)]
-    return [Generation(num_gpus // size, size, lanes, weight_bytes) for size in sizes]
+        most = min(num_gpus, MOST_TENSOR)
+        sizes = [2**power for power in range(4) if 2**power <= most and _divides(shape, 2**power)]
+    return [Generation(min(lanes, num_gpus // size), size, lanes, weight_bytes) for size in sizes]
 
 
 def place(jobs: Iterable[Job], pools_of: Callable[[Job], Sequence[Pool]], hardware: Hardware) -> Placed:
     """The first job that fits, in the order given; of none, the one that comes nearest.
 
-    With engines from small to large that is the fastest one that fits, and whatever fits still does on more GPUs.
+    So whatever fits still does on more GPUs.
     """
     placed = []
     for job in jobs:
@@ -85,6 +91,8 @@ def check_division(
     for name, ways in (("tensor", tensor), ("pipeline", pipeline), ("expert", expert)):
         if ways < 1:
             raise UserError(f"{name} parallelism of {ways}: give at least 1")
+    if expert > 1 and not shape.is_mixture:
+        raise UserError(f"expert parallelism of {expert}: {shape.name} has no experts; leave it out")
     if num_gpus % (tensor * pipeline):
         near = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
         raise UserError(

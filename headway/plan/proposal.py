@@ -21,7 +21,7 @@ Sharing = Literal["colocated", "disaggregated"]
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value of the workload and where it is from: default, recipe, command line or assumed."""
+    """A value and where it is from: recipe, command line or assumed."""
 
     name: str
     value: object
@@ -40,6 +40,7 @@ class Request:
     hardware: Hardware
     algorithm: Algorithm
     models: Models
+    lora_rank: int | None
     answers: Answers
     lanes: int
     batch: int
@@ -84,8 +85,15 @@ class Request:
             self.chunked_logits,
             self.offload,
         )
-        engines = generations(self.shape, num_generating, self.lanes, tensor=self.engine_tensor)
+        engines = generations(
+            self.shape, num_generating, self.lanes, weight_bytes=self.engine_bytes, tensor=self.engine_tensor
+        )
         return [Job(self.shape, self.models, self.answers, engine, training, self.nominal) for engine in engines]
+
+    @property
+    def engine_bytes(self) -> float:
+        """Of one number of engine's weights and cache: float32 where the trainer is in float32, else bf16."""
+        return self.precision.weights
 
     @property
     def passes(self) -> TrainPasses:
@@ -100,18 +108,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Layout:
-    """GPUs that generate and GPUs that train; colocated they are the same ones, by turns."""
+    """GPUs that generate and GPUs that train; colocated they are the same ones, by turns.
+
+    sleep: what a colocated engine gives back while the trainer trains. Rollouts that go on afterwards need their cache.
+    """
 
     sharing: Sharing
     generating: int
     training: int
     placed: Placed
+    sleep: Sleep = "none"
 
     @property
     def name(self) -> str:
+        tensor = self.placed.job.generation.tensor
+        engines = f", engines of {tensor}" if tensor > 1 else ""
         if self.sharing == "colocated":
-            return f"all {self.generating} by turns"
-        return f"{self.generating} generate, {self.training} train"
+            return f"all {self.generating} by turns{engines}"
+        return f"{self.generating} generate, {self.training} train{engines}"
 
 
 @dataclass(frozen=True)
@@ -119,9 +133,10 @@ class Times:
     """Of one layout, in seconds at the stated efficiencies, with all lanes busy and answers at their mean.
 
     decode_step_s: of one engine, at `context` tokens a rollout; arithmetic_bound: whether that is the longer part;
-    rollout_s: of an answer of mean length; prefill_tokens_per_s and decode_tokens_per_s: of all engines together;
-    train_s: of a batch; sync_s: of new weights. weight_bytes, kv_bytes, bandwidth, overhead_s: of all engines taken as
-    one, as the simulator wants them.
+    rollout_s: of an answer of mean length, while the engine prefills others too; prefill_tokens_per_s and
+    decode_tokens_per_s: of all engines together; train_s: of a batch; sync_s: of new weights; room: rollouts at their
+    longest for which all caches have room. weight_bytes, kv_bytes, bandwidth, overhead_s: of all engines taken as one,
+    as the simulator wants them.
     """
 
     decode_step_s: float
@@ -133,6 +148,7 @@ class Times:
     prefill_tokens_per_s: float
     train_s: float
     sync_s: float
+    room: int
     weight_bytes: float
     kv_bytes: float
     bandwidth: float
@@ -178,8 +194,8 @@ class Figures:
 class Candidate:
     """One way to run the job.
 
-    rate: rollouts a second that no schedule on these GPUs exceeds; expected_lag: by the closed laws; curves: of its
-    engines; figures: of its simulation, None where it was not on the short list.
+    rate: rollouts a second, and expected_lag, by the closed laws; curves: of its engines; figures: of its simulation,
+    None where it was not on the short list.
     """
 
     layout: Layout

@@ -147,10 +147,9 @@ class TrainPasses:
         return policy + critic + self.scored_by + self.recomputed
 
 
-def train_flops(shape: ModelShape, num_tokens: float, sequence: float, passes: TrainPasses) -> float:
-    """Of so many tokens in sequences of that length."""
-    attention = shape.causal_attention_flops(sequence) / sequence if sequence else 0.0
-    return passes.number * num_tokens * (2.0 * shape.num_matrix_params + attention)
+def train_flops(shape: ModelShape, num_tokens: float, attention_flops: float, passes: TrainPasses) -> float:
+    """Of so many tokens, whose attention takes so many operations in one forward pass."""
+    return passes.number * (2.0 * shape.num_matrix_params * num_tokens + attention_flops)
 
 
 def train_s(flops: float, gpu: Gpu, num_gpus: int, efficiency: Efficiency) -> float:

@@ -182,8 +182,7 @@ class Layer:
 class ModelShape:
     """A model's sizes.
 
-    tied: the output head is the input embedding. learned_positions: rows of a table of positions, 0: rotary.
-    source: where the sizes are from.
+    tied: the output head is the input embedding. source: where the sizes are from.
     """
 
     name: str
@@ -237,9 +236,21 @@ class ModelShape:
         blocks = [b for layer, _ in self.kinds for b in (layer.attention, *_blocks(layer))]
         return max(ins * outs for block in blocks for ins, outs in block.matrices(self.hidden).values())
 
+    def largest_layer_params(self, expert: int = 1) -> float:
+        """Of one layer with its routed experts divided among so many."""
+        return max(
+            layer.num_fixed_params(self.hidden) + layer.num_routed_params(self.hidden) / expert
+            for layer, _ in self.kinds
+        )
+
     @property
-    def largest_layer_params(self) -> int:
-        return max(layer.num_params(self.hidden) for layer, _ in self.kinds)
+    def is_mixture(self) -> bool:
+        return any(isinstance(layer.feedforward, Experts) for layer, _ in self.kinds)
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Of attention and feed-forward blocks, of a mixture every expert's."""
+        return sum(count * _num_linear(layer, self.hidden) for layer, count in self.kinds)
 
     def _outside_layers(self, embeddings: int) -> int:
         return embeddings * self.embedding_params + self.hidden
@@ -302,6 +313,15 @@ def _blocks(layer: Layer) -> list[Feedforward]:
     if isinstance(block, Feedforward):
         return [block]
     return [block.each, *([block.shared] if block.shared else [])]
+
+
+def _num_linear(layer: Layer, hidden: int) -> int:
+    block = layer.feedforward
+    num = len(layer.attention.matrices(hidden))
+    if isinstance(block, Feedforward):
+        return num + len(block.matrices(hidden))
+    shared = len(block.shared.matrices(hidden)) if block.shared else 0
+    return num + block.num * len(block.each.matrices(hidden)) + shared
 
 
 def _ends(layer: Layer, hidden: int) -> int:

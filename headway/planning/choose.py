@@ -12,7 +12,6 @@ import tomlkit
 
 from headway.config import Resolved, resolve
 from headway.plan.laws import admitted_rate, largest_rate, mean_lag
-from headway.plan.memory import lanes_that_fit
 from headway.plan.proposal import Candidate, Figures, Layout, Plan, Request, Times
 from headway.plan.states import state_bytes
 from headway.planning.candidates import curves, layouts, sync_bytes, times
@@ -20,11 +19,13 @@ from headway.reports.summary import Timeline, timeline
 from headway.simulation import simulate as simulate_one
 from headway.sweep import SweepJob, simulate
 
-STEPS, SKIPPED = 30, 6
+STEPS, SKIPPED = 30, 4
 """Train steps of a simulation, and the first of them that its figures leave out."""
 
-MOST_ROLLOUTS = 8_000
-"""Of one simulation, so that a sweep ends in seconds: with larger batches it takes fewer steps."""
+MOST_ROLLOUTS, MOST_SIMULATED = 6_000, 512
+"""Of one simulation, and of one of its batches, so that a sweep ends in seconds: with larger batches it takes fewer
+steps, and of very large ones a share.
+"""
 
 MOST_RUN_AHEAD = 8
 
@@ -55,7 +56,10 @@ def _simulated(request: Request, listed: Sequence[Candidate], progress: Progress
     with progress(len(jobs)) as done:
         runs = simulate(jobs, done)
     return [
-        replace(candidate, figures=_figures(request, run.figures)) for candidate, run in zip(listed, runs, strict=True)
+        replace(
+            candidate, figures=_figures(request, run.figures, request.batch / job.resolved.config.schedule.batch_size)
+        )
+        for candidate, run, job in zip(listed, runs, jobs, strict=True)
     ]
 
 
@@ -80,13 +84,13 @@ def _candidates(request: Request) -> list[Candidate]:
 
 
 def _run_aheads(request: Request, layout: Layout, took: Times) -> list[float]:
-    """Colocated by turns, nothing is gained by running further ahead than the next batch; disaggregated, up to where
-    admission is no longer the bound, and one more.
+    """Colocated by turns, nothing is gained by running further ahead than the next batch, for which an engine can't
+    sleep; disaggregated, up to where admission is no longer the bound, and one more.
     """
     if request.run_ahead is not None:
         return [request.run_ahead]
     if layout.sharing == "colocated":
-        return [0, 1]
+        return [0] if layout.sleep != "none" else [0, 1] if request.sleep == "none" else [1]
     most = largest_rate(request.lanes, took.rollout_s, request.batch, took.train_s + took.sync_s)
     enough = most * _stay_s(request, took, request.group) / request.batch - 1
     return list(range(min(MOST_RUN_AHEAD, math.ceil(enough) + 1) + 1))
@@ -115,15 +119,27 @@ def short_list(candidates: Sequence[Candidate]) -> list[Candidate]:
     synchronous schedule is left out.
     """
     fitting = [candidate for candidate in candidates if candidate.fits]
-    found = [candidate for candidate in fitting if candidate.layout.sharing == "colocated"]
-    by_split: dict[int, list[Candidate]] = {}
+    found = _best_colocated(fitting)
+    by_split: dict[tuple[int, int], list[Candidate]] = {}
     for candidate in fitting:
         if candidate.layout.sharing == "disaggregated":
-            by_split.setdefault(candidate.layout.training, []).append(candidate)
+            tensor = candidate.layout.placed.job.generation.tensor
+            by_split.setdefault((candidate.layout.training, tensor), []).append(candidate)
     best = sorted(by_split.values(), key=lambda split: max(one.rate for one in split), reverse=True)[:SHORT_LIST]
     for place, split in enumerate(best):
         found += [one for one in split if place == 0 or one.run_ahead > 0 or len(split) == 1]
     return found
+
+
+def _best_colocated(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """With each run_ahead the size of engine with the highest rate."""
+    best: dict[float, Candidate] = {}
+    for one in fitting:
+        if one.layout.sharing == "colocated" and (
+            one.run_ahead not in best or one.rate > best[one.run_ahead].rate * (1 + NEAR)
+        ):
+            best[one.run_ahead] = one
+    return [best[run_ahead] for run_ahead in sorted(best)]
 
 
 # ---- simulating it
@@ -132,11 +148,10 @@ def short_list(candidates: Sequence[Candidate]) -> list[Candidate]:
 def settings_of(request: Request, candidate: Candidate) -> dict[str, Any]:
     """The settings of a run with these sizes, and of its simulation with these times."""
     took, by_turns = candidate.times, candidate.layout.sharing == "colocated"
-    steps = max(SKIPPED + 10, min(STEPS, MOST_ROLLOUTS // request.batch))
     return {
-        "run.steps": steps,
+        "run.seed": request.seed,
         "generate.lanes": request.lanes,
-        "generate.sleep": request.sleep if by_turns else "none",
+        "generate.sleep": candidate.layout.sleep,
         "schedule.batch_size": request.batch,
         "schedule.group_size": request.group,
         "schedule.run_ahead": candidate.run_ahead,
@@ -153,13 +168,25 @@ def settings_of(request: Request, candidate: Candidate) -> dict[str, Any]:
         "simulate.prefill_tokens_per_s": took.prefill_tokens_per_s,
         "simulate.train_time": took.train_s,
         "simulate.sync_time": took.sync_s,
-        "simulate.skip_steps": min(SKIPPED, steps // 2),
     }
 
 
 def _resolved(request: Request, candidate: Candidate) -> Resolved:
-    words = [f"--{key}={_word(value)}" for key, value in settings_of(request, candidate).items()]
-    return resolve(None, [*words, f"--run.seed={request.seed}"])
+    """Of its simulation: with a large batch, a share of batch, lanes and engines, which go at the same pace."""
+    share = min(1.0, MOST_SIMULATED / request.batch)
+    groups = max(1, round(share * request.batch / request.group))
+    share = groups * request.group / request.batch
+    steps = max(SKIPPED + 6, min(STEPS, MOST_ROLLOUTS // (groups * request.group)))
+    values = settings_of(request, candidate)
+    for key in ("simulate.weight_bytes", "simulate.bandwidth_bytes_per_s", "simulate.prefill_tokens_per_s"):
+        values[key] *= share
+    values |= {
+        "schedule.batch_size": groups * request.group,
+        "generate.lanes": max(1, round(share * request.lanes)),
+        "run.steps": steps,
+        "simulate.skip_steps": SKIPPED,
+    }
+    return resolve(None, [f"--{key}={_word(value)}" for key, value in values.items()])
 
 
 def _word(value: object) -> str:
@@ -171,8 +198,9 @@ def _job(request: Request, candidate: Candidate) -> SweepJob:
     return SweepJob(choice, [], _resolved(request, candidate))
 
 
-def _figures(request: Request, simulated: Any) -> Figures:
-    rate = simulated["throughput"]
+def _figures(request: Request, simulated: Any, share: float) -> Figures:
+    """share: rollouts of the job for each one of its simulation."""
+    rate = simulated["throughput"] * share
     tokens_per_s = rate * (simulated["trained_length"] or 0.0)
     per_second = request.hardware.num * request.price / 3600 if request.price is not None else None
     return Figures(
@@ -226,7 +254,7 @@ def _why(request: Request, chosen: Candidate, simulated: Sequence[Candidate]) ->
     if figures is None:
         rate = chosen.rate * request.answers.mean
         return [
-            f"{name}: at most {rate:,.0f} trained tokens/s at a mean lag of about {chosen.expected_lag:.2g}, by closed "
+            f"{name}: about {rate:,.0f} trained tokens/s at a mean lag of about {chosen.expected_lag:.2g}, by closed "
             "laws; without --quick the schedules are simulated"
         ]
     reasons = [
@@ -263,19 +291,9 @@ def _why_nothing_fits(request: Request, candidates: Sequence[Candidate]) -> tupl
     return (
         f"nothing fits: the nearest layout ({nearest.layout.name}) needs {placed.fullest / 1e9:.1f} GB a GPU in phase "
         f"{pool.peak.name!r}, and {budget / 1e9:.1f} GB may be used; most of it is {most}",
-        f"more GPUs{'' if request.offload else ', --offload'}"
+        f"more GPUs{'' if request.offload or pool.peak.name == 'train' else ', --offload'}"
         f"{'' if request.models.adapter_params else ', --lora-rank'} or shorter answers would help",
     )
-
-
-def spare_lanes(request: Request, candidate: Candidate) -> int:
-    """Rollouts at their longest for which the generating GPUs of a layout have room, in all engines."""
-    job = candidate.layout.placed.job
-    pool = candidate.layout.placed.pools[0]
-    (generate,) = [phase for phase in pool.phases if phase.name == "generate"]
-    engine = ("engine's weights", "keys and values", "engine overhead")
-    others = sum(line.expected for line in generate.lines if line.name not in engine)
-    return job.generation.replicas * lanes_that_fit(job, request.hardware.budget, others=others)
 
 
 def chosen_timeline(plan: Plan) -> Timeline | None:
@@ -287,16 +305,18 @@ def chosen_timeline(plan: Plan) -> Timeline | None:
 
 def recipe(request: Request, candidate: Candidate) -> str:
     """The candidate as a recipe, for `headway simulate` and as a start for a run of its own."""
-    document = tomlkit.document()
-    document.add(tomlkit.comment(f"{request.shape.name} on {request.hardware.num} x {request.hardware.gpu.title}:"))
-    document.add(tomlkit.comment(f"{candidate.layout.name}; {sync_bytes(request) / 1e9:.3g} GB of new weights a step."))
-    document.add(tomlkit.comment("The times in [simulate] are predicted, in seconds."))
-    tables: dict[str, Any] = {}
+    document = tomlkit.parse(request.recipe.read_text(encoding="utf-8")) if request.recipe else tomlkit.document()
     values = {"model.path": request.model, **settings_of(request, candidate)}
-    values |= {"generate.max_new_tokens": int(request.longest)}
+    values |= {"generate.max_new_tokens": int(request.longest), "run.steps": STEPS}
+    values |= {"prepare.micro_batch_tokens": int(request.micro_batch_tokens)}
+    if request.lora_rank is not None:
+        values |= {"adapter.kind": "lora", "adapter.rank": request.lora_rank}
     for key, value in values.items():
         section, name = key.split(".")
-        tables.setdefault(section, tomlkit.table()).add(name, value)
-    for section, table in tables.items():
-        document.add(section, table)
+        if section not in document:
+            document.add(section, tomlkit.table())
+        document[section][name] = value  # type: ignore[index]
+    document.add(tomlkit.comment(f"Planned for {request.hardware.num} x {request.hardware.gpu.title}:"))
+    document.add(tomlkit.comment(f"{candidate.layout.name}; {sync_bytes(request) / 1e9:.3g} GB of new weights a step."))
+    document.add(tomlkit.comment("The times in [simulate] are predicted, in seconds."))
     return tomlkit.dumps(document)

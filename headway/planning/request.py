@@ -15,6 +15,7 @@ from headway import config as settings
 from headway.config import Config, Resolved
 from headway.plan.gpus import find_gpu
 from headway.plan.lengths import Answers
+from headway.plan.memory import Sleep
 from headway.plan.models import find_model
 from headway.plan.placement import Hardware, check_division
 from headway.plan.proposal import Assumption, Request
@@ -26,7 +27,7 @@ from headway.types import UserError, did_you_mean, nearest
 
 LOOKED_AT = (
     *("run.seed", "model.path", "adapter.kind", "adapter.rank", "adapter.vector_size", "objective.kl_coefficient"),
-    *("generate.lanes", "generate.max_new_tokens", "generate.sleep", "prepare.micro_batch_tokens"),
+    *("generate.lanes", "generate.max_new_tokens", "prepare.micro_batch_tokens", "adapter.tying"),
     *("schedule.batch_size", "schedule.group_size", "schedule.run_ahead"),
     *("simulate.lengths", "simulate.mean_length", "simulate.prompt_tokens"),
 )
@@ -41,6 +42,8 @@ ASSUMED: Mapping[str, object] = {
     "simulate.lengths": "lognormal:1",
 }
 """Of a job that no recipe describes; lanes are as many as rollouts of a batch, and answers a quarter of the longest."""
+
+MOST_GPUS, MOST_TOKENS = 100_000, 10_000_000
 
 NUM_LENGTHS = 2000
 """Lengths of answers that stand for their distribution."""
@@ -64,6 +67,7 @@ class Options:
     engine_tensor: str | None = None
     usable: str | None = None
     price: str | None = None
+    sleep: str | None = None
     prompt_tokens: str | None = None
     mean_tokens: str | None = None
     longest: str | None = None
@@ -86,10 +90,11 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
     shape = find_model(path)
     hardware = Hardware(
         find_gpu(options.gpu),
-        _whole("num-gpus", options.num_gpus, 1),
+        _whole("num-gpus", options.num_gpus, 1, most=MOST_GPUS),
         usable=_number("usable", options.usable, 0.9, most=1.0),
     )
     workload = _Workload(resolved, options)
+    models = _models(options, resolved, shape)
     tensor, pipeline, expert = (
         _whole(name, value, 1)
         for name, value in (("tensor", options.tensor), ("pipeline", options.pipeline), ("expert", options.expert))
@@ -99,7 +104,8 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         shape=shape,
         hardware=hardware,
         algorithm=_algorithm(options.algorithm),
-        models=_models(options, resolved, shape),
+        models=models,
+        lora_rank=None if options.lora_rank is None else int(options.lora_rank),
         answers=workload.answers(),
         lanes=workload.lanes,
         batch=workload.batch,
@@ -112,7 +118,7 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         expert=expert,
         zero=_whole("zero", options.zero, 3, least=0),
         engine_tensor=None if options.engine_tensor is None else _whole("engine-tensor", options.engine_tensor, 1),
-        sleep=resolved.config.generate.sleep if resolved.config.generate.sleep != "none" else "weights",
+        sleep=_sleep(options.sleep, models),
         checkpointing=not options.no_checkpointing,
         chunked_logits=not options.whole_logits,
         offload=options.offload,
@@ -123,10 +129,26 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         mean=workload.mean,
         longest=workload.longest,
         seed=resolved.config.run.seed,
-        assumptions=tuple(workload.assumptions),
+        assumptions=(*workload.assumptions, *_said(options, models, resolved)),
         model=path,
         recipe=recipe,
     )
+
+
+def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumption]:
+    """Of the job itself, what else a reader of the plan has to know."""
+    usual = {"algorithm": "grpo", "precision": "mixed", "sleep": _sleep(None, models), "zero": "3"}
+    said = {
+        "algorithm": options.algorithm,
+        "precision": options.precision,
+        "sleep": options.sleep,
+        "zero": options.zero,
+    }
+    found = [Assumption(name, said[name] or usual[name], "command line" if said[name] else "assumed") for name in usual]
+    if models.adapter_params is not None:
+        origin = "command line" if options.lora_rank else resolved.origins["adapter.kind"]
+        found.append(Assumption("adapter parameters", models.adapter_params, origin))
+    return found
 
 
 class _Workload:
@@ -161,7 +183,7 @@ class _Workload:
         """By an option of the command, where it was given, else by a setting."""
         if word is None:
             return float(self._value(key, assumed))
-        value = _number(option, word, 0.0)
+        value = float(_whole(option, word, 1, most=MOST_TOKENS))
         self.assumptions.append(Assumption(option, value, "command line"))
         return value
 
@@ -192,8 +214,22 @@ def _adapter_params(options: Options, config: Config, shape: ModelShape) -> int 
     if config.adapter.kind == "lora":
         return shape.adapter_params(config.adapter.rank or 8)
     if config.adapter.kind == "tinylora":
-        return (config.adapter.vector_size or 64) * shape.num_layers
+        num = shape.num_linear_layers
+        return (config.adapter.vector_size or 64) * max(1, num - int(num * (config.adapter.tying or 0.0)))
     return None
+
+
+def _sleep(word: str | None, models: Models) -> Sleep:
+    """By default all that a sync brings back: of an adapter's base nothing is."""
+    adapter = models.adapter_params is not None
+    if word is None:
+        return "cache" if adapter else "weights"
+    for sleep in get_args(Sleep):
+        if word == sleep:
+            if sleep == "weights" and adapter:
+                raise UserError("--sleep weights gives back what a sync brings, which is the adapter alone; take cache")
+            return sleep
+    raise UserError(f"--sleep {word!r} is not known; it may be {', '.join(get_args(Sleep))}")
 
 
 def _precision(word: str | None) -> Precision:
@@ -218,11 +254,12 @@ def _efficiency(words: Mapping[str, str]) -> Efficiency:
     return Efficiency(**{**vars(usual), **values})
 
 
-def _whole(option: str, word: str | None, default: int, *, least: int = 1) -> int:
+def _whole(option: str, word: str | None, default: int, *, least: int = 1, most: int | None = None) -> int:
     if word is None:
         return default
-    if not word.strip().isdecimal() or int(word) < least:
-        raise UserError(f"--{option} = {word!r}: a whole number, at least {least}")
+    if not (word.strip().isdecimal() and len(word) < 16 and least <= int(word) and (most is None or int(word) <= most)):
+        bound = f"at least {least}" + (f" and at most {most:,}" if most else "")
+        raise UserError(f"--{option} = {word!r}: a whole number, {bound}")
     return int(word)
 
 

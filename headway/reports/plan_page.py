@@ -103,7 +103,7 @@ def _schedule_table(plan: Plan) -> str:
     if not plan.simulated:
         return ""
     price = plan.request.price is not None
-    head = (*plan_table.COLUMNS, *(["price/1M"] if price else []))
+    head = (*plan_table.COLUMNS, *(["price"] if price else []))
     return _table("Schedules", head, [plan_table.row(candidate, price=price) for candidate in plan.simulated])
 
 

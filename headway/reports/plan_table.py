@@ -52,7 +52,7 @@ def _active(plan: Plan) -> str:
 
 def _what(plan: Plan) -> str:
     models = plan.request.models
-    adapter = f" with an adapter of {models.adapter_params / 1e6:,.2f} M" if models.adapter_params is not None else ""
+    adapter = f" with an adapter of {models.adapter_params:,}" if models.adapter_params is not None else ""
     kl = " with KL" if models.reference and plan.request.algorithm == "grpo" else ""
     return f"{plan.request.algorithm.upper()}{kl}{adapter}"
 
@@ -131,12 +131,16 @@ def times(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "a decode step",
             f"{took.decode_step_s * 1e3:.2f} ms",
-            f"{_engines(generation)}, {generation.lanes / generation.replicas:g} rollouts each at "
+            f"{_engines(generation)}, up to {generation.lanes_each} rollouts each at "
             f"{took.context:,.0f} tokens; {bound} is the bound, arithmetic {where}",
         ),
-        ("decoding", f"{took.decode_tokens_per_s:,.0f} tokens/s", "all engines, all lanes busy"),
+        (
+            "decoding",
+            f"{took.decode_tokens_per_s:,.0f} tokens/s",
+            f"all engines, all lanes busy; there is room for {took.room:,} rollouts at their longest",
+        ),
         ("prefill", f"{took.prefill_tokens_per_s:,.0f} tokens/s", f"prompts of {request.answers.prompt:g} tokens"),
-        ("an answer", f"{took.rollout_s:.3g} s", f"of {request.answers.mean:,.0f} tokens"),
+        ("an answer", f"{took.rollout_s:.3g} s", f"of {request.answers.mean:,.0f} tokens, while others are prefilled"),
         (
             "a train step",
             f"{took.train_s:.3g} s",
@@ -166,14 +170,14 @@ def _efficiencies(plan: Plan) -> str:
 COLUMNS = ("GPUs", "run_ahead", "tokens/s", "step s", "mean lag", "token lag", "max lag", "trainer idle", "lanes idle")
 
 SAID = (
-    "tokens/s: trained answer tokens; price/1M: of a million of them; token lag: mean lag over trained tokens; idle: "
+    "tokens/s: trained answer tokens; price: of a million of them; token lag: mean lag over trained tokens; idle: "
     "share of the time (by turns, one idles while the other works); simulated by the real scheduler on virtual time"
 )
 
 
 def _schedules(plan: Plan) -> Titled:
     price = plan.request.price is not None
-    table = _table(*COLUMNS, *(["price/1M"] if price else []))
+    table = _table(*COLUMNS, *(["price"] if price else []))
     for candidate in plan.simulated:
         table.add_row(*row(candidate, price=price), style="bold green" if candidate is plan.chosen else None)
     return "Schedules", table
@@ -223,6 +227,21 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "gpu": {**asdict(request.hardware.gpu), "num": request.hardware.num, "budget_bytes": request.hardware.budget},
         "algorithm": request.algorithm,
+        "settings": {
+            "nominal_params": request.nominal,
+            "bytes_per_parameter": asdict(request.precision),
+            "price": request.price,
+            "zero": request.zero,
+            "tensor": request.tensor,
+            "pipeline": request.pipeline,
+            "expert": request.expert,
+            "micro_batch_tokens": request.micro_batch_tokens,
+            "sleep": request.sleep,
+            "checkpointing": request.checkpointing,
+            "whole_logits": not request.chunked_logits,
+            "offload": request.offload,
+            "adapter_params": request.models.adapter_params,
+        },
         "assumptions": [asdict(item) for item in request.assumptions],
         "efficiency": asdict(request.efficiency),
         "state_bytes": plan.states,
@@ -243,7 +262,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "memory": {pool.name: {phase.name: _phase(phase) for phase in pool.phases} for pool in layout.placed.pools},
         "times": {name: _finite(value) for name, value in asdict(candidate.times).items()},
-        "rollouts_per_s_at_most": candidate.rate,
+        "rollouts_per_s_by_law": candidate.rate,
         "expected_mean_lag": candidate.expected_lag,
         "simulated": asdict(candidate.figures) if candidate.figures else None,
     }

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.plan.laws import (
-    enough_run_ahead,
+    admitted_rate,
     harmonic,
     largest_rate,
     may_start,
@@ -68,6 +68,6 @@ def test_the_bounds_of_any_schedule():
     assert largest_rate(64, 1.0, 64, 0.0) == 64
 
 
-def test_run_ahead_that_suffices():
-    assert enough_run_ahead(64, 1.0, 64, 0.5) == 1.5
-    assert enough_run_ahead(64, 1.0, 32, 3.0) == 3.0  # the trainer is the bound
+def test_littles_law():
+    """(1 + 1) x 32 rollouts that each stay 4 s: 16 a second."""
+    assert admitted_rate(1, 32, 4.0) == 16

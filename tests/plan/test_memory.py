@@ -62,7 +62,7 @@ def test_each_line_of_a_training_gpu_by_hand():
     assert states["weights"] == states["gradients"] == 2 * share
     assert (states["master weights"], states["Adam's moments"]) == (4 * share, 8 * share)
     layer = QWEN.layers[0].num_params(3584)
-    assert states["gathered layers"] == 2 * 2 * layer
+    assert states["gathered layers"] == 2 * (2 * layer + 2 * QWEN.embedding_params) + 2 * layer
     assert states["logits"] == 3 * 4 * 8_000_000
     coming = states["activations"] + states["logits"] + states["gathered layers"]
     assert states["fragmentation"] == pytest.approx(0.05 * coming)
@@ -264,7 +264,7 @@ def test_the_smallest_engine_that_fits_is_taken_and_the_nearest_where_none_does(
         (8, {"tensor": 3}, "8 GPUs that train are not divided by tensor 3 x pipeline 1; 8 is divided by 1, 2, 4, 8"),
         (6, {"tensor": 6}, "has 28 heads, which tensor parallelism of 6 does not divide"),
         (64, {"pipeline": 32}, "has 28 layers, too few for a pipeline of 32"),
-        (8, {"expert": 3}, "8 data ranks are not divided by expert parallelism of 3"),
+        (8, {"expert": 2}, "expert parallelism of 2: Qwen2.5-7B has no experts; leave it out"),
         (8, {"tensor": 0}, "tensor parallelism of 0: give at least 1"),
         (8, {"zero": 4}, "ZeRO level 4 does not exist; give 0, 1, 2 or 3"),
     ],
@@ -272,3 +272,42 @@ def test_the_smallest_engine_that_fits_is_taken_and_the_nearest_where_none_does(
 def test_gpus_that_the_parallelism_does_not_divide(num_gpus, ways, message):
     with pytest.raises(UserError, match=message):
         sharding(QWEN, num_gpus, **ways)
+
+
+def test_experts_that_data_ranks_do_not_divide():
+    with pytest.raises(UserError, match="8 data ranks are not divided by expert parallelism of 3"):
+        sharding(MODELS["qwen3-30b-a3b"], 8, expert=3)
+
+
+def test_zero_two_reduces_gradients_in_buckets():
+    """Two of 1 GiB, or all gradients that other ranks keep where those are fewer."""
+    large = lines(disaggregated(job(sharding=Sharding(8, zero=2)))[1], "train")
+    small = lines(disaggregated(job(shape=MODELS["smollm2-135m"], sharding=Sharding(8, zero=2)))[1], "train")
+    assert large["gradient buckets"] == 2 * 2**30
+    assert small["gradient buckets"] == 2 * 134_515_008 * 7 / 8
+
+
+def test_a_pipelines_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    activations = [
+        lines(disaggregated(job(sharding=Sharding(8, pipeline=stages), checkpointing=False))[1], "train")["activations"]
+        for stages in (1, 4)
+    ]
+    assert activations[0] == activations[1]
+
+
+def test_the_longest_answer_is_the_token_budget_whatever_was_drawn():
+    assert Answers.of(10, [5.0, 7.0], longest=100).longest == 100
+    assert Answers.of(10, [5.0, 7.0]).longest == 7
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 64), st.floats(0.1, 5), st.floats(1, 3))
+def test_longer_prompts_and_longer_answers_hold_no_less(relative, num, prompt, factor):
+    """Each answer by itself too, and the budget."""
+    before = Answers.of(prompt, relative).held(num)
+    longer = [
+        Answers.of(prompt * factor, relative),
+        Answers.of(prompt, [factor * length for length in relative]),
+    ]
+    for after in longer:
+        assert after.held(num)[0] >= before[0] * (1 - 1e-9)
+        assert after.held(num)[1] >= before[1] * (1 - 1e-9)

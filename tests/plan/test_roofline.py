@@ -205,7 +205,7 @@ def test_passes_of_a_trained_token(passes, number):
 
 def test_training_is_six_operations_a_parameter():
     """Plus attention: 3 x 401,408 operations for each of the 500.5 keys a token sees on average."""
-    flops = train_flops(QWEN, 1e6, 1000, TrainPasses(checkpointing=False))
+    flops = train_flops(QWEN, 1e6, 1000 * QWEN.causal_attention_flops(1000), TrainPasses(checkpointing=False))
     assert flops == pytest.approx(1e6 * (6 * 7_070_619_136 + 3 * 401_408 * 500.5))
     assert train_s(flops, H100, 8, NOMINAL) == flops / (8 * 989e12)
 

@@ -21,6 +21,10 @@ def test_what_nobody_says_is_assumed_and_listed():
     assert found["schedule.batch_size"] == (256, "assumed")
     assert found["generate.lanes"] == (256, "assumed")  # as many as a batch has rollouts
     assert found["simulate.mean_length"] == (1024.0, "assumed")  # a quarter of the longest
+    assert (found["algorithm"], found["precision"], found["sleep"]) == (
+        *(("grpo", "assumed"), ("mixed", "assumed")),
+        ("weights", "assumed"),
+    )
     assert {origin for _, origin in found.values()} == {"assumed"}
 
 
@@ -60,7 +64,23 @@ def test_every_recipe_of_ours_can_be_planned(pytestconfig):
 
 def test_adapters_of_either_kind():
     assert asked(lora_rank="16").models.adapter_params == 40_370_176
-    assert asked("--adapter.kind=tinylora", "--adapter.vector_size=13").models.adapter_params == 13 * 28
+    assert asked("--adapter.kind=tinylora", "--adapter.vector_size=13").models.adapter_params == 13 * 28 * 7
+
+
+def test_the_tinylora_recipe_trains_840_numbers(pytestconfig):
+    """Four for each of 210 linear layers."""
+    recipe = pytestconfig.rootpath / "recipes" / "smollm2-tinylora.toml"
+    assert request(Options(gpu="l4"), None, recipe).models.adapter_params == 840
+
+
+def test_an_adapter_keeps_the_engines_weights_while_training():
+    """A sync brings the adapter alone, so the base can't be given back."""
+    assert (asked().sleep, asked(lora_rank="8").sleep, asked(sleep="cache").sleep) == ("weights", "cache", "cache")
+    with pytest.raises(UserError, match="is the adapter alone; take cache"):
+        asked(lora_rank="8", sleep="weights")
+
+
+def test_without_an_adapter_all_weights_are_trained():
     assert asked().models.adapter_params is None
 
 
@@ -82,14 +102,17 @@ def test_efficiencies_are_settable():
         ({"gpu": "h10"}, [], "unknown GPU 'h10'; did you mean h100-sxm"),
         ({"model": "qwen2.5-8b"}, [], "unknown model 'qwen2.5-8b'"),
         ({"num_gpus": "0"}, [], "--num-gpus = '0': a whole number, at least 1"),
+        ({"num_gpus": "99999999999"}, [], "at least 1 and at most 100,000"),
+        ({"longest": "1e308"}, [], "--longest = '1e308': a whole number, at least 1 and at most 10,000,000"),
+        ({"sleep": "deep"}, [], "--sleep 'deep' is not known; it may be none, cache, weights"),
         ({"num_gpus": "many"}, [], "--num-gpus = 'many': a whole number, at least 1"),
         ({"num_gpus": "6", "tensor": "4"}, [], "6 GPUs that train are not divided by tensor 4"),
         ({"tensor": "8"}, [], "28 heads, which tensor parallelism of 8 does not divide"),
         ({"algorithm": "pp"}, [], "--algorithm 'pp' is not known; it may be grpo or ppo"),
         ({"precision": "mixd"}, [], "--precision 'mixd' is not known; did you mean mixed?"),
-        ({"longest": "0"}, [], "--longest = '0': a number above 0"),
-        ({"prompt_tokens": "-3"}, [], "--prompt-tokens = '-3': a number above 0"),
-        ({"mean_tokens": "nan"}, [], "--mean-tokens = 'nan': a number above 0"),
+        ({"longest": "0"}, [], "--longest = '0': a whole number, at least 1"),
+        ({"prompt_tokens": "-3"}, [], "--prompt-tokens = '-3': a whole number, at least 1"),
+        ({"mean_tokens": "nan"}, [], "--mean-tokens = 'nan': a whole number, at least 1"),
         ({"lora_rank": "0"}, [], "--lora-rank = '0': a whole number, at least 1"),
         ({"nominal": "seven"}, [], "--nominal = 'seven': a number above 0"),
         ({"usable": "1.5"}, [], "--usable = '1.5': a number above 0 and at most 1"),
