@@ -4,15 +4,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-all test-slow check format smollm2
+.PHONY: quickstart test test-all test-slow soak check format smollm2
 
 quickstart: .venv/base  ## the main job on the embedded default: reward rises, a page is left
 	$(BIN)/headway train recipes/quickstart.toml
 
 test: .venv/dev  ## the everyday tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not soak"
 
-test-all: test test-slow  ## everything
+test-all: test test-slow soak  ## everything
+
+soak: .venv/dev  ## two hours' worth of rollouts with all that can befall them
+	$(BIN)/python -m pytest -m soak
 
 # Those of the schedule are many simulations, each on one core.
 test-slow: .venv/dev .venv/smollm2  ## real components, whole runs, tens of thousands of simulations
