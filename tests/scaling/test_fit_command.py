@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -129,8 +127,7 @@ def test_bad_input_is_one_line(headway, words, said):
     assert said in err
 
 
-def test_it_imports_no_torch_and_answers_within_two_seconds_of_work(tmp_path):
-    """Of the processor's time, the best of three: other work on the machine is not the command's."""
+def test_it_imports_no_torch(tmp_path):
     path = write_table(tmp_path / "curve.csv", published("8B ScaleRL", 1))
     program = (
         "import sys\nfrom headway.cli import main\n"
@@ -138,19 +135,8 @@ def test_it_imports_no_torch_and_answers_within_two_seconds_of_work(tmp_path):
         "try:\n    main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
         "print('heavy:', sorted({'torch', 'transformers', 'peft', 'ray', 'vllm', 'pandas'} & sys.modules.keys()))"
     )
-    taken_s = []
-    while len(taken_s) < 3 and min(taken_s, default=2.0) >= 2.0:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2],
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
-        assert "heavy: []" in done.stdout.splitlines()
-    assert min(taken_s) < 2.0
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "heavy: []" in done.stdout.splitlines()
