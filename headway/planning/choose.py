@@ -307,15 +307,15 @@ def recipe(request: Request, candidate: Candidate) -> str:
     """The candidate as a recipe, for `headway simulate` and as a start for a run of its own."""
     document = tomlkit.parse(request.recipe.read_text(encoding="utf-8")) if request.recipe else tomlkit.document()
     values = {"model.path": request.model, **settings_of(request, candidate)}
-    values |= {"generate.max_new_tokens": int(request.longest), "run.steps": STEPS}
+    values |= {"generate.max_new_tokens": int(request.longest)}
+    if request.recipe is None:
+        values |= {"run.steps": STEPS}
     values |= {"prepare.micro_batch_tokens": int(request.micro_batch_tokens)}
     if request.lora_rank is not None:
         values |= {"adapter.kind": "lora", "adapter.rank": request.lora_rank}
     for key, value in values.items():
         section, name = key.split(".")
-        if section not in document:
-            document.add(section, tomlkit.table())
-        document[section][name] = value  # type: ignore[index]
+        document.setdefault(section, tomlkit.table())[name] = value
     document.add(tomlkit.comment(f"Planned for {request.hardware.num} x {request.hardware.gpu.title}:"))
     document.add(tomlkit.comment(f"{candidate.layout.name}; {sync_bytes(request) / 1e9:.3g} GB of new weights a step."))
     document.add(tomlkit.comment("The times in [simulate] are predicted, in seconds."))

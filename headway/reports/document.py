@@ -48,6 +48,15 @@ def document(title: str, body: str, figures: Any, script: str, *, css: str = "",
 """
 
 
+def figure(name: str, drawn: Any, title: str, caption: str) -> str:
+    """Where the script of a page draws the plot of that name; drawn: the plotly figure, whose height it gets."""
+    height = drawn.layout["height"]
+    return (
+        f"<figure><h3>{html.escape(title)}</h3><figcaption>{html.escape(caption)}</figcaption>"
+        f'<div class="plot" id="{name}" style="height:{height:g}px"></div></figure>'
+    )
+
+
 def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 

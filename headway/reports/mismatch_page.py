@@ -9,6 +9,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from headway.reports.document import document
+from headway.reports.document import figure as placed
 from headway.reports.mismatch_table import CONTROL, ROUNDING, SAID, TABLES, Column, Probe, Source, label
 from headway.reports.page_style import DRAW
 from headway.reports.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, house_style
@@ -29,8 +30,8 @@ def page(probe: Probe) -> str:
             f'<p class="lead">{html.escape(probe.verdict())}</p>',
             f'<p class="over">{html.escape(probe.asked)}</p></header>',
             "<noscript><p class='note'>The pictures need JavaScript; the tables below do not.</p></noscript>",
-            _figure("sizes", figures["sizes"], "How much", "KL per token. Blue: your own engine does it."),
-            _figure(
+            placed("sizes", figures["sizes"], "How much", "KL per token. Blue: your own engine does it."),
+            placed(
                 "stages",
                 figures["stages"],
                 "Where in the model",
@@ -45,14 +46,6 @@ def page(probe: Probe) -> str:
     )
     plots = {name: figure.to_plotly_json() for name, figure in figures.items()}
     return document("Where engine and trainer differ", body, plots, DRAW, source="one probe's figures")
-
-
-def _figure(name: str, figure: go.Figure, title: str, caption: str) -> str:
-    height = figure.layout["height"]
-    return (
-        f"<figure><h3>{html.escape(title)}</h3><figcaption>{html.escape(caption)}</figcaption>"
-        f'<div class="plot" id="{name}" style="height:{height:g}px"></div></figure>'
-    )
 
 
 def _table(title: str, columns: Sequence[Column], sources: Sequence[Source]) -> str:

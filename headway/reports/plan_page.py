@@ -12,6 +12,7 @@ from headway.plan.memory import Pool
 from headway.plan.proposal import Candidate, Plan
 from headway.reports import plan_table
 from headway.reports.document import document
+from headway.reports.document import figure as placed
 from headway.reports.page_style import DRAW
 from headway.reports.plots import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, house_style, rounded
 from headway.reports.summary import Timeline
@@ -59,7 +60,7 @@ def page(plan: Plan, timeline: Timeline | None) -> str:
             *(f"<p>{html.escape(reason)}</p>" for reason in plan_table.verdict(plan)),
             f'<p class="over">{html.escape(plan_table.assumed(plan))}</p></header>',
             "<noscript><p class='note'>The pictures need JavaScript; the tables below do not.</p></noscript>",
-            *(_figure(name, figure, *captions[name]) for name, figure in figures.items()),
+            *(placed(name, figure, *captions[name]) for name, figure in figures.items()),
             "<section><h2>All figures</h2>",
             *(_memory_table(plan, pool) for pool in shown.placed.pools),
             _table("Times", ("", "", "why"), plan_table.times(plan)),
@@ -69,14 +70,6 @@ def page(plan: Plan, timeline: Timeline | None) -> str:
     )
     plots = {name: figure.to_plotly_json() for name, figure in figures.items()}
     return document("A plan", body, plots, DRAW, source="facts of hardware and models, and simulations")
-
-
-def _figure(name: str, figure: go.Figure, title: str, caption: str) -> str:
-    height = figure.layout["height"]
-    return (
-        f"<figure><h3>{html.escape(title)}</h3><figcaption>{html.escape(caption)}</figcaption>"
-        f'<div class="plot" id="{name}" style="height:{height:g}px"></div></figure>'
-    )
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -207,3 +207,17 @@ def test_rollouts_for_which_there_is_room(planned):
 def test_a_given_run_ahead_is_the_only_one():
     found = plan(replace(asked(), run_ahead=1), quick=True)
     assert {candidate.run_ahead for candidate in found.candidates} == {1}
+
+
+def test_a_recipe_that_was_planned_keeps_what_the_plan_does_not_speak_of(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(
+        '[run]\nsteps = 77\n[model]\npath = "qwen2.5-0.5b"\n[data]\nsource = "addition"\n'
+        "[schedule]\nbatch_size = 32\ngroup_size = 4\nrun_ahead = 1\n[train]\nlearning_rate = 3e-6  # tried\n"
+    )
+    found = plan(request(Options(gpu="h100", num_gpus="2", lora_rank="4"), None, file), quick=True)
+    written = tmp_path / "planned.toml"
+    written.write_text(recipe(found.request, found.chosen))
+    config = resolve(written).config
+    assert (config.run.steps, config.data.source, config.train.learning_rate) == (77, "addition", 3e-6)
+    assert (config.adapter.kind, config.adapter.rank, config.schedule.batch_size) == ("lora", 4, 32)
