@@ -9,8 +9,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 quickstart: .venv/base  ## the main job on the embedded default: reward rises, a page is left
 	$(BIN)/headway train recipes/quickstart.toml
 
+# A worker for each core, so each computes on one.
 test: .venv/dev  ## the everyday tests
-	$(BIN)/python -m pytest -m "not slow and not soak"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not slow and not soak" -n auto --dist worksteal
 
 test-all: test test-slow soak  ## everything
 

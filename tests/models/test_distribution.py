@@ -681,7 +681,7 @@ def large(sizes: dict[str, int]) -> set[str]:
         (Shape(), Truncation(top_k=5), {"topk", "nonzero", "masked_fill_"}),
         (Shape(), Truncation(min_p=0.5), {"nonzero", "masked_fill_"}),
     ],
-    ids=str,
+    ids=["plain", "temperature", "greedy", "top-k", "min-p"],
 )
 def test_a_sampler_does_what_its_rows_ask_for_and_no_more(shape, truncation, expected):
     hidden_ND, weight_VD, _ = random_case(rows=20, vocabulary=8000)
