@@ -352,6 +352,10 @@ def plan(
     step_overhead: Annotated[
         str | None, typer.Option(metavar="SECONDS", help="of a decode step; default 0.002")
     ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="take the pace that this run had; may be given several times"),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="choose by closed laws, and simulate no schedule")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
     write: Annotated[
@@ -362,7 +366,8 @@ def plan(
     """Say before a run whether it fits, how fast it will be, and which schedule to choose.
 
     The sizes of batches and answers are those of RECIPE or of the settings below; what nobody says is assumed and
-    listed.
+    listed. Without --gpu it is the run in one process on this machine, and RECIPE may be the folder of a run that is
+    over: then what it took stands beside what is planned.
     """
     recipe, overrides = _recipe_first(_words(context))
     efficiency = {
@@ -400,7 +405,49 @@ def plan(
     _check_file("--page", page)
     if page and page == write:
         raise UserError(f"--page and --write are both {page}; give them different names")
-    _plan(planned.request(options, model, recipe, overrides), write, page, quick=quick, as_json=as_json)
+    if gpu is None and (recipe or model is None):
+        _plan_here(context, options, model, recipe, overrides, calibrate or [], page, as_json=as_json)
+    else:
+        asked = planned.request(options, model, recipe, overrides, calibrate or [])
+        _plan(asked, write, page, quick=quick, as_json=as_json)
+
+
+def _plan_here(
+    context: typer.Context,
+    options: planned.Options,
+    model: str | None,
+    recipe: Path | None,
+    overrides: list[str],
+    calibrate: list[Path],
+    page: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from headway.planning import here
+    from headway.reports import here_table
+    from headway.reports.sweep_table import progress
+
+    for name in _OF_GPUS:
+        if context.params[name] not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')} is for a plan on GPUs: leave it out, or name them by --gpu")
+    found = here.plan(recipe, options, model, overrides, calibrate, progress)
+    if as_json:
+        print(json.dumps(here_table.to_json(found), allow_nan=False))
+    else:
+        here_table.show(found)
+    if page:
+        from headway.reports import here_page
+
+        here_page.write(page, found)
+        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
+
+
+_OF_GPUS = (
+    *("num_gpus", "algorithm", "kl", "lora_rank", "nominal", "precision", "zero", "tensor", "pipeline", "expert"),
+    *("engine_tensor", "whole_logits", "no_checkpointing", "offload", "usable", "sleep", "price", "quick", "write"),
+    *("bandwidth_efficiency", "prefill_efficiency", "training_efficiency", "link_efficiency", "step_overhead"),
+)
+"""Options of `headway plan` that do nothing for a run in one process, whose recipe says all of it."""
 
 
 def _plan(asked: planned.Request, write: Path | None, page: Path | None, *, quick: bool, as_json: bool) -> None:

@@ -604,7 +604,7 @@ class Simulate(Section):
     )
     engine: Literal["lanes", "roofline"] = Field(
         default="lanes",
-        description="lanes: one token per lane and unit of time; roofline: a decode step takes overhead_s + (weight_bytes + kv_bytes_per_token x tokens in all caches) / bandwidth_bytes_per_s",
+        description="lanes: one token per lane and unit of time; roofline: a decode step takes overhead_s + rollout_s x rollouts + (weight_bytes + kv_bytes_per_token x tokens in all caches) / bandwidth_bytes_per_s",
     )
     overhead_s: float | None = Field(
         default=None, ge=0, description="of a roofline: of a decode step, for launching and sampling; default 0.001"
@@ -623,6 +623,19 @@ class Simulate(Section):
         default=None,
         gt=0,
         description="of a roofline: in use, about 0.8 of the vendor's; default 2.68e12, an H100 SXM (3.35e12)",
+    )
+    rollout_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="of a roofline: of each rollout in a decode step, beside reading its cache; default 0",
+    )
+    engine_slowdown: float | None = Field(
+        default=None,
+        ge=1,
+        description="of a roofline: how many times as long the engine takes while the trainer works, where they share a machine; default 1",
+    )
+    trainer_slowdown: float | None = Field(
+        default=None, ge=1, description="of a roofline: the same of the trainer while the engine works; default 1"
     )
     prompt_tokens: float | None = Field(
         default=None, ge=0, description="of every prompt, in its cache from the start; default 0"
@@ -664,6 +677,9 @@ ROOFLINE: dict[str, float] = {
     "weight_bytes": 3_087_428_608,
     "kv_bytes_per_token": 28_672,
     "bandwidth_bytes_per_s": 2.68e12,
+    "rollout_s": 0,
+    "engine_slowdown": 1,
+    "trainer_slowdown": 1,
     "prompt_tokens": 0,
 }
 """The keys of simulate.engine roofline, and their values where they are not given: Qwen2.5-1.5B on an H100 SXM."""

@@ -24,7 +24,7 @@ from headway.generate.episode import Episodes, Sampling, generated
 from headway.generate.torch_engine import TorchEngine, pool_for
 from headway.models.cores import CorePool, Cores, FixedCores, SharedCores
 from headway.models.distribution import Shape
-from headway.models.policy import Policy, in_dtype, load_policy, load_tokenizer, save_policy
+from headway.models.policy import Policy, device_name, in_dtype, load_policy, load_tokenizer, save_policy
 from headway.models.value import ValueModel
 from headway.models.weights import fingerprint
 from headway.objectives.parts import Objective
@@ -39,6 +39,7 @@ from headway.train.critic import LocalCritic
 from headway.train.local import LocalTrainer
 from headway.train.step import StepResult, train_step
 from headway.types import Prompt, Rollout, ScoredRollout, UserError
+from headway.work import peak_resident_bytes
 
 T = TypeVar("T")
 
@@ -50,7 +51,8 @@ class Parts:
     critic: None where the objective needs none. reference_hash: of the frozen copy of the base that the objective
     compares with; None where there is none, or where it is the trainer's policy without what its adapter has learned.
     version, restored: where the run begins, and the rollouts that the checkpoint holds; bound_from: the first group, in
-    order of start, that started under the rules of this run.
+    order of start, that started under the rules of this run. memory_before: bytes that the process held at most
+    before it loaded anything.
     """
 
     config: Config
@@ -71,6 +73,7 @@ class Parts:
     version: int
     restored: list[Restored]
     bound_from: int
+    memory_before: int
 
     @asynccontextmanager
     async def stages(self, folder: RunFolder) -> AsyncIterator[InProcessStages]:
@@ -90,6 +93,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     """
     if config.model.path is None:
         raise UserError("model.path is not set: give a local Hugging Face folder, or package:NAME, or a hub id")
+    memory_before = peak_resident_bytes()
     say("reading the prompts")
     split = split_items(load_items(config.data, config.run.seed), config.data, config.evaluate, config.run.seed)
     if split.num_left_out:
@@ -148,6 +152,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
         version=checkpoint.progress["version"] if checkpoint else 0,
         restored=restored,
         bound_from=_bound_from(config, checkpoint.progress) if checkpoint else 0,
+        memory_before=memory_before,
     )
 
 
@@ -438,11 +443,33 @@ class InProcessStages:
         result = await self._on_trainer_thread(step)
         self._keep_rollouts(batch, result)
         weights = parts.trainer.weights()
-        metrics = {**result.metrics, **_sizes(parts.trainer_policy, weights)}
+        memory = self._peak_memory_bytes()
+        await self._keep_work(batch.version + 1, memory)
+        metrics = {**result.metrics, **_sizes(parts.trainer_policy, weights), "peak_memory_bytes": memory}
         if config.model.parity == "bitwise":
             recomputed = config.schedule.in_flight == "recompute"
             metrics["unequal_tokens"] = _unequal_tokens(batch, result.log_ratios, recomputed=recomputed)
         return Trained(weights, metrics)
+
+    def _peak_memory_bytes(self) -> int:
+        """So far, of the GPU where there is one; else of the process, less what it held before it loaded anything."""
+        device = self._parts.trainer_policy.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return peak_resident_bytes() - self._parts.memory_before
+
+    async def _keep_work(self, version: int, memory: int) -> None:
+        parts = self._parts
+        logs = [parts.trainer.log, *([parts.critic.log] if parts.critic else [])]
+        self._folder.work(
+            {
+                "version": version,
+                "device": device_name(parts.trainer_policy.device),
+                "cores": _num_threads(parts.config),
+                "peak_memory_bytes": memory,
+                "work": [*await self._engine.work(), *(row for log in logs for row in log.take())],
+            }
+        )
 
     def _keep_rollouts(self, batch: Batch, result: StepResult) -> None:
         wanted = min(self._parts.config.report.rollouts_per_step, len(batch.rollouts))

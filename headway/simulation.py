@@ -16,6 +16,7 @@ from headway.program import drive, rules, sizes
 from headway.schedule.ledger import Settings
 from headway.schedule.policy import Rules
 from headway.simulate import faults, lives
+from headway.simulate.contention import Contention
 from headway.simulate.doubles import Doubles, Times
 from headway.simulate.engines import ConstantRate, Engine, Machine, Prefill, Roofline
 from headway.simulate.recording import read_recording
@@ -31,6 +32,7 @@ def simulate(config: Config) -> list[Event]:
     """The run's schedule on virtual time, with doubles for the verbs -> its trace."""
     simulation = config.simulate
     settings, chosen = sizes(config), rules(config, simulated=True)
+    contention = _contention(simulation)
     doubles = Doubles(
         _lengths(config),
         Times(simulation.train_time, simulation.sync_time, simulation.score_time),
@@ -38,9 +40,15 @@ def simulate(config: Config) -> list[Event]:
         longest=simulation.longest or math.inf,
         pinned=chosen.in_flight == "pinned",
         recompute=chosen.in_flight == "recompute",
-        engine=engine_model(simulation),
+        engine=engine_model(simulation, contention),
+        contention=contention,
     )
     return _on_virtual_time(config, doubles, settings, chosen)
+
+
+def _contention(simulation: Simulate) -> Contention | None:
+    engine, trainer = simulation.engine_slowdown or 1.0, simulation.trainer_slowdown or 1.0
+    return Contention(engine=engine, trainer=trainer) if max(engine, trainer) > 1 else None
 
 
 def _lengths(config: Config) -> Lengths:
@@ -56,13 +64,13 @@ def whole_lengths(config: Config, replayed: Path | None = None) -> Lengths:
     return lambda identity: min(lengths(identity), longest)
 
 
-def engine_model(simulation: Simulate) -> Callable[[], Engine]:
+def engine_model(simulation: Simulate, contention: Contention | None = None) -> Callable[[], Engine]:
     """What makes the engine of a simulation, on the loop that it runs on."""
     prefill = Prefill(simulation.prompt_tokens or 0.0, simulation.prefill_tokens_per_s)
     if simulation.engine == "lanes":
         return lambda: ConstantRate(prefill)
     machine = Machine(*(getattr(simulation, field.name) for field in fields(Machine)))
-    return lambda: Roofline(machine, prefill)
+    return lambda: Roofline(machine, prefill, contention)
 
 
 REPLAYED = (

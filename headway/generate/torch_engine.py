@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from headway.models.policy import Policy
 from headway.models.weights import assign_weights, fingerprint, free_storage, take_storage
 from headway.stages import Sample, SampleRequest
 from headway.types import FinishReason, UserError
+from headway.work import WorkLog
 
 PREFILL_TOKENS = 512
 """Tokens of prompts, and of rollouts that go on, in one pass."""
@@ -131,6 +133,7 @@ class TorchEngine:
         self._blocks = self._pool.blocks
         self._prefixes = Prefixes(self._blocks, max_unused=lanes)
         self._is_asleep = self._lacks_weights = self._is_packed = False
+        self._log = WorkLog()
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = queue.SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
@@ -174,6 +177,13 @@ class TorchEngine:
     async def status(self) -> EngineStatus:
         """Also checks, if nothing is in flight, that every block is accounted for."""
         return await self._ask(self._status)
+
+    async def work(self) -> list[dict[str, Any]]:
+        """Its passes since this was last asked for, as `WorkLog.take` gives them: kind "pass", with the new tokens of
+        rollouts under way (`rows`), the tokens in their caches (`cached`), and those of prompts and of rollouts that go
+        on (`prefill`).
+        """
+        return await self._ask(self._log.take)
 
     async def close(self) -> None:
         """Ends the thread; whoever still waits for an answer gets an error. May be called again."""
@@ -234,8 +244,10 @@ class TorchEngine:
     def _generate_until_idle(self) -> None:
         with self._cores.busy():
             while (self._lanes or self._waiting) and not (self._closed or self._is_asleep):
-                with self._cores.unit():
-                    self._next_tokens()
+                with self._cores.unit() as share:
+                    began = time.perf_counter()
+                    work = self._next_tokens()
+                    self._note(work, share, time.perf_counter() - began)
                 self._obey(wait=False)
 
     def _obey(self, *, wait: bool) -> None:
@@ -345,11 +357,12 @@ class TorchEngine:
 
     # ---- on the engine's thread: one token boundary
 
-    def _next_tokens(self) -> None:
+    def _next_tokens(self) -> Sequence[_Work]:
+        """-> what went through the model."""
         self._drop_aborted()
         self._admit()
         if not self._lanes:
-            return
+            return []
         self._pool.allocate()
         if not self._is_packed:
             self._policy, self._is_packed = self._policy.packed_up(), True
@@ -360,6 +373,19 @@ class TorchEngine:
         ready += self._first_tokens()
         if ready:
             self._draw([lane for lane, _ in ready], torch.stack([hidden_D for _, hidden_D in ready]))
+        return work
+
+    def _note(self, work: Sequence[_Work], share: float, seconds: float) -> None:
+        singles = [one.stretch for one in work if one.stretch.is_single]
+        if work:
+            self._log.add(
+                "pass",
+                share=share,
+                seconds=seconds,
+                rows=len(singles),
+                prefill=sum(one.stretch.num_rows for one in work) - len(singles),
+                cached=sum(stretch.prefix_length + stretch.first for stretch in singles),
+            )
 
     def _drop_aborted(self) -> None:
         self._waiting = deque(lane for lane in self._waiting if not lane.aborted)

@@ -28,8 +28,10 @@ class Cores(Protocol):
         """Within the block the worker has work, and counts when cores are shared out."""
         ...
 
-    def unit(self) -> AbstractContextManager[int]:
-        """Within the block, which stands in a busy one, tensor operations use the cores that are held: so many."""
+    def unit(self) -> AbstractContextManager[float]:
+        """Within the block, which stands in a busy one, tensor operations use the cores that are held: this share of
+        all, below 1 while others hold some.
+        """
         ...
 
 
@@ -74,16 +76,16 @@ class FixedCores:
             dismiss_helpers()
 
     @contextmanager
-    def unit(self) -> Iterator[int]:
+    def unit(self) -> Iterator[float]:
         torch.set_num_threads(self._num_threads)
-        yield self._num_threads
+        yield 1.0
 
 
 class CorePool:
     """`total` cores that several workers share, each through `SharedCores` of its own."""
 
     def __init__(self, total: int) -> None:
-        self._free = self._total = total
+        self._free = self.total = total
         self._num_busy = 0
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
@@ -109,16 +111,16 @@ class CorePool:
             assert self._num_busy, "a unit of work stands inside a busy block"
             turn = object()
             self._waiting.append(turn)
-            while self._waiting[0] is not turn or self._free < (self._total if all_of_them else self._fair_part()):
+            while self._waiting[0] is not turn or self._free < (self.total if all_of_them else self._fair_part()):
                 self._changed.wait()
             self._waiting.popleft()
-            part = self._total if all_of_them else self._fair_part()
+            part = self.total if all_of_them else self._fair_part()
             self._free -= part
             self._changed.notify_all()
             return part
 
     def _fair_part(self) -> int:
-        return max(1, self._total // self._num_busy)
+        return max(1, self.total // self._num_busy)
 
     def give_back(self, held: int) -> None:
         with self._changed:
@@ -139,10 +141,10 @@ class SharedCores:
         return self._pool.busy()
 
     @contextmanager
-    def unit(self) -> Iterator[int]:
+    def unit(self) -> Iterator[float]:
         held = self._pool.take(all_of_them=self._always_all)
         try:
             torch.set_num_threads(held)
-            yield held
+            yield held / self._pool.total
         finally:
             self._pool.give_back(held)

@@ -321,6 +321,11 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """Of a GPU what its vendor calls it, else cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def locate(path: str) -> str:
     """A name as in model.path -> a local folder (or a hub id, passed on as it is). Raises UserError for no model."""
     if path.startswith("package:"):

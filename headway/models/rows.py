@@ -38,6 +38,14 @@ class Rows:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{n: value.to(device) for n, value in values.items() if isinstance(value, torch.Tensor)})
 
+    @property
+    def num_pairs(self) -> int:
+        """Of a row and a row that it sees: what attention computes."""
+        return sum(
+            segment.length * segment.prefix_length + segment.length * (segment.length + 1) // 2
+            for segment in self.segments
+        )
+
     def seen(self) -> list[torch.Tensor]:
         """The different ids of the rows that each trained token follows: those its own row sees, and itself."""
         segment_of = {

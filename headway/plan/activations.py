@@ -81,15 +81,22 @@ def of_model(shape: ModelShape, bytes_per_number: float, *, checkpointing: bool)
 
 
 LOGIT_CHUNK = 8_000_000
-"""Logits that exist at one time where they are computed in chunks, as Headway does (32 MB of float32)."""
+"""Logits that have to exist at one time where they are computed in chunks (32 MB of float32)."""
+
+KEPT_LOGITS = 64_000_000
+"""Logits of a micro-batch that Headway keeps whole, since there is room for so many (256 MB); of more it computes
+chunks, which take less (`models.distribution`).
+"""
 
 LOGIT_COPIES = 3
 """Of float32 logits: themselves, their probabilities, and their gradients."""
 
 
 def logits_bytes(num_tokens: float, vocab: int, *, chunked: bool) -> TokenBytes:
-    """Of a micro-batch, in float32: the logits at least, and as expected probabilities and gradients beside them."""
+    """Of a micro-batch, in float32: the logits at least, and as expected probabilities and gradients beside them.
+
+    chunked: as Headway computes them, where more tokens never take less here than fewer.
+    """
     numbers = num_tokens * vocab
-    if chunked:
-        numbers = min(numbers, LOGIT_CHUNK)
-    return TokenBytes(4 * numbers, 4 * LOGIT_COPIES * numbers)
+    least, most = (min(numbers, LOGIT_CHUNK), min(numbers, KEPT_LOGITS)) if chunked else (numbers, numbers)
+    return TokenBytes(4 * least, 4 * LOGIT_COPIES * most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,16 @@ class Gpu:
     sustained_flops: float | None
     source: str
     doubt: str = ""
+
+    def is_device(self, device: str) -> bool:
+        """Whether a driver may call it so, as NVIDIA H100 80GB HBM3.
+
+        >>> find_gpu("a100").is_device("NVIDIA A100-SXM4-80GB"), find_gpu("l4").is_device("NVIDIA L40S")
+        (True, False)
+        """
+        maker, *rest = self.title.split()
+        chip = rest[0] if maker == "RTX" else maker
+        return chip.lower() in re.split(r"[ -]", device.lower())
 
     @property
     def ridge(self) -> float:

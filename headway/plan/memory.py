@@ -194,13 +194,13 @@ ENGINE_LINES = ("engine's weights", "keys and values", "engine overhead")
 def _training_states(job: Job) -> list[Line]:
     """All models of the trainer's side."""
     models, training = job.models, job.training
-    per_gpu = _held(job, job.shape)
+    per_gpu = held_on_gpu(job, job.shape)
     if models.adapter_params is None:
         lines = _trained_lines(trained_states(per_gpu, training.precision, training.sharding), training)
     else:
         lines = _adapter_lines(job, per_gpu, models.adapter_params)
     if models.critic:
-        critic = _held(job, job.shape.as_critic())
+        critic = held_on_gpu(job, job.shape.as_critic())
         lines += _critic_lines(trained_states(critic, training.precision, training.sharding), training)
     for name, wanted in (("reference", models.holds_reference), ("reward model", models.reward_model)):
         if wanted:
@@ -208,7 +208,8 @@ def _training_states(job: Job) -> list[Line]:
     return lines
 
 
-def _held(job: Job, shape: ModelShape) -> PerGpu:
+def held_on_gpu(job: Job, shape: ModelShape) -> PerGpu:
+    """Parameters of the job's policy, or of a critic of its shape, on the fullest GPU before ZeRO divides them."""
     per_gpu = held(shape, job.training.sharding)
     return PerGpu(per_gpu.fixed * job.scale, per_gpu.routed * job.scale)
 
@@ -289,7 +290,7 @@ def _training(job: Job) -> list[Line]:
 def _buckets(job: Job) -> Line:
     """Gradients on their way to the ranks that keep them; no more than there are."""
     training, adapter = job.training, job.models.adapter_params
-    num_params = _held(job, job.shape).all if adapter is None else adapter
+    num_params = held_on_gpu(job, job.shape).all if adapter is None else adapter
     others = training.precision.gradients * num_params * (1 - 1 / training.sharding.data)
     return Line("gradient buckets", 0.0, min(2 * BUCKET, others), "one is reduced while the next one fills")
 

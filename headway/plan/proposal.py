@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from headway.plan.communication import Route
 from headway.plan.lengths import Answers
 from headway.plan.memory import Job, Sleep, Training
 from headway.plan.placement import Hardware, Placed, generations, sharding
@@ -33,7 +34,7 @@ class Request:
     """Everything a plan starts from.
 
     price: of one GPU for an hour, None where it was not said; engine_tensor: GPUs of an engine, None: the planner's
-    choice; sleep: what a colocated engine gives back while the trainer trains.
+    choice, and so of micro_batch_tokens; sleep: what a colocated engine gives back while the trainer trains.
     """
 
     shape: ModelShape
@@ -43,10 +44,11 @@ class Request:
     lora_rank: int | None
     answers: Answers
     lanes: int
+    lanes_said: bool
     batch: int
     group: int
     run_ahead: float | None
-    micro_batch_tokens: float
+    micro_batch_tokens: float | None
     precision: Precision
     tensor: int
     pipeline: int
@@ -80,7 +82,7 @@ class Request:
                 zero=self.zero,
             ),
             self.precision,
-            self.micro_batch_tokens,
+            self.micro_batch_tokens or 0.0,
             self.checkpointing,
             self.chunked_logits,
             self.offload,
@@ -134,7 +136,9 @@ class Times:
 
     decode_step_s: of one engine, at `context` tokens a rollout; arithmetic_bound: whether that is the longer part;
     rollout_s: of an answer of mean length, while the engine prefills others too; prefill_tokens_per_s and
-    decode_tokens_per_s: of all engines together; train_s: of a batch; sync_s: of new weights; room: rollouts at their
+    decode_tokens_per_s: of all engines together; train_s: of a batch, the longer of train_arithmetic_s and of what is
+    sent meanwhile (train_hidden_s), and what is sent in between (train_shown_s); sync_s: of new weights by the first of
+    sync_ways; room: rollouts at their
     longest for which all caches have room. weight_bytes, kv_bytes, bandwidth, overhead_s: of all engines taken as one,
     as the simulator wants them.
     """
@@ -147,7 +151,11 @@ class Times:
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     train_s: float
+    train_arithmetic_s: float
+    train_hidden_s: float
+    train_shown_s: float
     sync_s: float
+    sync_ways: tuple[Route, ...]
     room: int
     weight_bytes: float
     kv_bytes: float
@@ -212,9 +220,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class OtherBatch:
+    """The chosen layout and run_ahead with batches of another size; lanes as many as before where somebody said so."""
+
+    batch: int
+    lanes: int
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
 class Plan:
     """states: bytes of all models at once, undivided; candidates: all that were looked at, the simulated ones first;
-    chosen: the recommended one, None where nothing fits; reasons: why, in sentences.
+    chosen: the recommended one, None where nothing fits; reasons: why, in sentences; batches: what it would be with
+    other ones.
     """
 
     request: Request
@@ -222,6 +240,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     reasons: tuple[str, ...]
+    batches: tuple[OtherBatch, ...] = ()
 
     @property
     def simulated(self) -> list[Candidate]:

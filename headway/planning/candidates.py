@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from headway.plan.memory import ENGINE_LINES, OPTIMIZER_LINES, colocated, disaggregated, lanes_that_fit
+from headway.plan.communication import HOST_LINK, Route, links, routes, tensor_bytes, zero_bytes
+from headway.plan.memory import (
+    ENGINE_LINES,
+    OPTIMIZER_LINES,
+    Job,
+    colocated,
+    disaggregated,
+    held_on_gpu,
+    lanes_that_fit,
+)
 from headway.plan.placement import place
 from headway.plan.proposal import Curves, Layout, Request, Times
 from headway.plan.roofline import (
@@ -17,7 +26,6 @@ from headway.plan.roofline import (
     prefill_s,
     train_flops,
     train_s,
-    transfer_s,
 )
 
 MOST_SPLITS = 63
@@ -25,15 +33,10 @@ MOST_SPLITS = 63
 
 CURVE_POINTS = 60
 
-HOST_LINK = 25e9
-"""Bytes a second between a GPU and its host, one way: PCIe 4 x16 in use."""
-
-LAUNCH_S = 1e-3
-"""Of a transfer of weights, beside its bytes."""
-
 
 def layouts(request: Request) -> list[Layout]:
-    """Colocated, and every split of the GPUs into whole engines and whole trainers; of each every size of engine.
+    """Colocated, and every split of the GPUs into whole engines and whole trainers; of each every size of engine, with
+    the micro-batch that suits it.
 
     A colocated engine that sleeps loses the cache of what is in flight, so it is for schedules that have nothing in
     flight while they train.
@@ -42,15 +45,36 @@ def layouts(request: Request) -> list[Layout]:
     found = []
     for sleep in dict.fromkeys((request.sleep, "none")):
         for job in request.jobs(num, num):
-            placed = place([job], lambda each, sleep=sleep: colocated(each, sleep), hardware)
+            placed = place(_micro_batched(request, job), lambda each, sleep=sleep: colocated(each, sleep), hardware)
             found.append(Layout("colocated", num, num, placed, sleep))
     for training in _splits(request):
         generating = num - training
         for job in request.jobs(generating, training):
             if generating % job.generation.tensor:
                 continue  # GPUs would stay idle that could train
-            found.append(Layout("disaggregated", generating, training, place([job], disaggregated, hardware)))
+            placed = place(_micro_batched(request, job), disaggregated, hardware)
+            found.append(Layout("disaggregated", generating, training, placed))
     return found
+
+
+MICRO_BATCHES = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+"""Tokens of a micro-batch that are tried where nobody says how many."""
+
+NEAR = 0.02
+"""A time within so much of the shortest is as good, and then less memory decides."""
+
+
+def _micro_batched(request: Request, job: Job) -> list[Job]:
+    """The job with each micro-batch that may be chosen, the best first: the smallest with which a train step is as fast
+    as with any, for ZeRO 3 sends all weights for each of them.
+    """
+    if request.micro_batch_tokens is not None:
+        return [job]
+    jobs = [replace(job, training=replace(job.training, micro_batch_tokens=float(num))) for num in MICRO_BATCHES]
+    took = [train_times(request, one).seconds for one in jobs]
+    as_fast = [one for one, seconds in zip(jobs, took, strict=True) if seconds <= (1 + NEAR) * min(took)]
+    slower = [one for one, _ in sorted(zip(jobs, took, strict=True), key=lambda pair: pair[1]) if one not in as_fast]
+    return as_fast + slower
 
 
 def _splits(request: Request) -> list[int]:
@@ -73,6 +97,7 @@ def times(request: Request, layout: Layout) -> Times:
     one_prefill_s = layout.placed.job.scale * prefill_s(
         request.shape, answers.prompt, request.hardware.gpu, request.efficiency, tensor=generation.tensor
     )
+    training, ways = train_times(request, layout.placed.job), _ways(request, layout)
     return Times(
         decode_step_s=step_s,
         context=context,
@@ -81,8 +106,12 @@ def times(request: Request, layout: Layout) -> Times:
         rollout_s=answers.mean * step_s + lanes * one_prefill_s,
         decode_tokens_per_s=generation.lanes / step_s,
         prefill_tokens_per_s=replicas * answers.prompt / one_prefill_s,
-        train_s=_train_s(request, layout),
-        sync_s=_sync_s(request, layout),
+        train_s=training.seconds + _offload_s(layout),
+        train_arithmetic_s=training.arithmetic_s,
+        train_hidden_s=training.hidden_s,
+        train_shown_s=training.shown_s,
+        sync_s=ways[0].seconds,
+        sync_ways=tuple(ways),
         room=_room(request, layout),
         weight_bytes=replicas * step.weight_bytes,
         kv_bytes=step.kv_bytes * read / context,
@@ -105,16 +134,52 @@ def _decode(request: Request, layout: Layout, efficiency: Efficiency, batch: flo
     return replace(step, weight_bytes=step.weight_bytes * scale, flops=step.flops * scale)
 
 
-def _train_s(request: Request, layout: Layout) -> float:
-    """Of a batch; the prompt of a group is computed once, and a data rank has whole sequences."""
-    answers, job = request.answers, layout.placed.job
-    num_tokens = request.batch * answers.mean + answers.prompt * request.batch / request.group
+def batch_tokens(request: Request) -> float:
+    """The prompt of a group is computed once."""
+    return request.batch * request.answers.mean + request.answers.prompt * request.batch / request.group
+
+
+@dataclass(frozen=True)
+class TrainTimes:
+    """Of training a batch: arithmetic; what ZeRO sends, which hides behind it; what tensor parallelism sends, which
+    doesn't.
+    """
+
+    arithmetic_s: float
+    hidden_s: float
+    shown_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.arithmetic_s, self.hidden_s) + self.shown_s
+
+
+def train_times(request: Request, job: Job) -> TrainTimes:
+    return TrainTimes(_arithmetic_s(request, job), *_sent_s(request, job))
+
+
+def _arithmetic_s(request: Request, job: Job) -> float:
+    """A data rank has whole sequences."""
+    answers, sharding = request.answers, job.training.sharding
     some = answers.lengths[:: max(1, len(answers.lengths) // 200)]
     attention = fmean(request.shape.causal_attention_flops(answers.prompt + length) for length in some)
-    flops = job.scale * train_flops(request.shape, num_tokens, request.batch * attention, request.passes)
-    sharding = job.training.sharding
+    flops = train_flops(request.shape, batch_tokens(request), request.batch * attention, request.passes)
     busy = min(sharding.data, request.batch) * sharding.tensor * sharding.pipeline
-    return train_s(flops, request.hardware.gpu, busy, request.efficiency) + _offload_s(layout)
+    return train_s(job.scale * flops, request.hardware.gpu, busy, request.efficiency)
+
+
+def _sent_s(request: Request, job: Job) -> tuple[float, float]:
+    """-> of ZeRO, of tensor parallelism."""
+    hardware, training = request.hardware, job.training
+    sharding = training.sharding
+    speed = links(hardware.gpu, request.efficiency.link, num_gpus=sharding.gpus, per_machine=hardware.per_machine)
+    per_gpu, adapter = held_on_gpu(job, request.shape), request.models.adapter_params
+    trained = per_gpu.all if adapter is None else adapter / (sharding.tensor * sharding.pipeline)
+    each = batch_tokens(request) / sharding.data
+    num_micro_batches = max(1.0, each / job.micro_batch_tokens)
+    zero = zero_bytes(per_gpu, trained, training.precision, sharding, num_micro_batches)
+    tensor = tensor_bytes(request.shape, each, sharding, checkpointing=training.checkpointing)
+    return zero / speed.between, tensor / speed.within
 
 
 def _offload_s(layout: Layout) -> float:
@@ -162,10 +227,13 @@ def sync_bytes(request: Request) -> float:
     return request.engine_bytes * (weights if adapter is None else adapter)
 
 
-def _sync_s(request: Request, layout: Layout) -> float:
-    """Every engine gets all weights, over the links of its own GPUs: those within a machine, else the network's."""
+def _ways(request: Request, layout: Layout) -> list[Route]:
+    """Every engine gets all weights, over the links of its own GPUs; the fastest way is taken."""
     hardware = request.hardware
-    within = hardware.num <= hardware.per_machine
-    bandwidth = (hardware.gpu.link if within else hardware.gpu.network) * request.efficiency.link
-    links = min(layout.training, layout.placed.job.generation.tensor)
-    return LAUNCH_S + transfer_s(sync_bytes(request), bandwidth, links=links)
+    return routes(
+        sync_bytes(request),
+        hardware.gpu,
+        request.efficiency.link,
+        num_links=min(layout.training, layout.placed.job.generation.tensor),
+        one_machine=hardware.num <= hardware.per_machine,
+    )

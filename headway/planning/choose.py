@@ -12,10 +12,11 @@ import tomlkit
 
 from headway.config import Resolved, resolve
 from headway.plan.laws import admitted_rate, largest_rate, mean_lag
-from headway.plan.proposal import Candidate, Figures, Layout, Plan, Request, Times
+from headway.plan.proposal import Candidate, Figures, Layout, OtherBatch, Plan, Request, Times
 from headway.plan.states import state_bytes
 from headway.planning.candidates import curves, layouts, sync_bytes, times
 from headway.reports.summary import Timeline, timeline
+from headway.reports.sweep_table import SweptRun
 from headway.simulation import simulate as simulate_one
 from headway.sweep import SweepJob, simulate
 
@@ -48,19 +49,56 @@ def plan(request: Request, progress: Progress = lambda num: nullcontext(lambda: 
     chosen = _fastest_by_law(listed) if quick else _best(simulated)
     rest = [candidate for candidate in candidates if quick or candidate not in listed]
     reasons = _reasons(request, chosen, simulated, candidates)
-    return Plan(request, _states(request), (*simulated, *rest), chosen, reasons)
+    batches = _other_batches(request, chosen, progress) if chosen and not quick else ()
+    return Plan(request, _states(request), (*simulated, *rest), chosen, reasons, batches)
+
+
+OTHER_BATCHES = (0.5, 2.0)
+"""Times the batch that was asked for: what the recommended layout does with these is simulated too."""
+
+
+def _other_batches(request: Request, chosen: Candidate, progress: Progress) -> tuple[OtherBatch, ...]:
+    """The chosen layout with half and twice the batch, as far as groups allow it."""
+    requests = []
+    for factor in OTHER_BATCHES:
+        batch = int(factor * request.batch)
+        if batch and batch % request.group == 0:
+            lanes = request.lanes if request.lanes_said else batch
+            requests.append(replace(request, batch=batch, lanes=lanes))
+    found = [(each, _same_layout(each, chosen)) for each in requests]
+    fitting = [(each, candidate) for each, candidate in found if candidate and candidate.fits]
+    jobs = [_job(each, candidate) for each, candidate in fitting]
+    with progress(len(jobs)) as done:
+        runs = simulate(jobs, done)
+    return tuple(
+        OtherBatch(each.batch, each.lanes, _with_figures(each, candidate, job, run))
+        for (each, candidate), job, run in zip(fitting, jobs, runs, strict=True)
+    )
+
+
+def _same_layout(request: Request, chosen: Candidate) -> Candidate | None:
+    """None where the GPUs can no longer be shared so."""
+    for layout in layouts(request):
+        same = (layout.sharing, layout.training, layout.sleep) == (
+            chosen.layout.sharing,
+            chosen.layout.training,
+            chosen.layout.sleep,
+        )
+        if same and layout.placed.job.generation.tensor == chosen.layout.placed.job.generation.tensor:
+            return _candidate(request, layout, chosen.run_ahead)
+    return None
 
 
 def _simulated(request: Request, listed: Sequence[Candidate], progress: Progress) -> list[Candidate]:
     jobs = [_job(request, candidate) for candidate in listed]
     with progress(len(jobs)) as done:
         runs = simulate(jobs, done)
-    return [
-        replace(
-            candidate, figures=_figures(request, run.figures, request.batch / job.resolved.config.schedule.batch_size)
-        )
-        for candidate, run, job in zip(listed, runs, jobs, strict=True)
-    ]
+    return [_with_figures(request, candidate, job, run) for candidate, run, job in zip(listed, runs, jobs, strict=True)]
+
+
+def _with_figures(request: Request, candidate: Candidate, job: SweepJob, run: SweptRun) -> Candidate:
+    share = request.batch / job.resolved.config.schedule.batch_size
+    return replace(candidate, figures=_figures(request, run.figures, share))
 
 
 def _states(request: Request) -> dict[str, float]:
@@ -75,12 +113,16 @@ def _candidates(request: Request) -> list[Candidate]:
     """Every layout with every run_ahead that may pay, by the closed laws."""
     found = []
     for layout in layouts(request):
-        took, drawn = times(request, layout), curves(request, layout)
-        for run_ahead in _run_aheads(request, layout, took):
-            rate = _rate(request, layout, took, run_ahead)
-            lag = mean_lag(run_ahead, request.lanes, took.rollout_s, request.batch, took.train_s)
-            found.append(Candidate(layout, took, run_ahead, rate, lag, drawn))
+        for run_ahead in _run_aheads(request, layout, times(request, layout)):
+            found.append(_candidate(request, layout, run_ahead))
     return found
+
+
+def _candidate(request: Request, layout: Layout, run_ahead: float) -> Candidate:
+    took = times(request, layout)
+    rate = _rate(request, layout, took, run_ahead)
+    lag = mean_lag(run_ahead, request.lanes, took.rollout_s, request.batch, took.train_s)
+    return Candidate(layout, took, run_ahead, rate, lag, curves(request, layout))
 
 
 def _run_aheads(request: Request, layout: Layout, took: Times) -> list[float]:
@@ -310,7 +352,7 @@ def recipe(request: Request, candidate: Candidate) -> str:
     values |= {"generate.max_new_tokens": int(request.longest)}
     if request.recipe is None:
         values |= {"run.steps": STEPS}
-    values |= {"prepare.micro_batch_tokens": int(request.micro_batch_tokens)}
+    values |= {"prepare.micro_batch_tokens": int(candidate.layout.placed.job.micro_batch_tokens)}
     if request.lora_rank is not None:
         values |= {"adapter.kind": "lora", "adapter.rank": request.lora_rank}
     for key, value in values.items():

@@ -22,6 +22,7 @@ from headway.plan.proposal import Assumption, Request
 from headway.plan.roofline import Efficiency
 from headway.plan.shapes import ModelShape
 from headway.plan.states import PRECISIONS, Algorithm, Models, Precision, models_of
+from headway.planning.pace import efficiency, measured
 from headway.simulate.workload import make_lengths
 from headway.types import UserError, did_you_mean, nearest
 
@@ -37,7 +38,6 @@ ASSUMED: Mapping[str, object] = {
     "schedule.batch_size": 256,
     "schedule.group_size": 8,
     "generate.max_new_tokens": 4096,
-    "prepare.micro_batch_tokens": 16_384,
     "simulate.prompt_tokens": 512.0,
     "simulate.lengths": "lognormal:1",
 }
@@ -77,8 +77,14 @@ class Options:
     efficiency: Mapping[str, str] | None = None
 
 
-def request(options: Options, model: str | None, recipe: Path | None, overrides: Sequence[str] = ()) -> Request:
-    """Raises UserError for whatever the user can mend."""
+def request(
+    options: Options,
+    model: str | None,
+    recipe: Path | None,
+    overrides: Sequence[str] = (),
+    calibrate: Sequence[Path] = (),
+) -> Request:
+    """calibrate: runs whose efficiencies stand for assumed ones. Raises UserError for whatever the user can mend."""
     words = [*([f"--model.path={model}"] if model else []), *overrides]
     resolved = settings.resolve(recipe, words)
     settings.only(resolved.origins, LOOKED_AT, "headway plan")
@@ -93,7 +99,8 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         _whole("num-gpus", options.num_gpus, 1, most=MOST_GPUS),
         usable=_number("usable", options.usable, 0.9, most=1.0),
     )
-    workload = _Workload(resolved, options)
+    workload = Workload(resolved, options)
+    reached = efficiency([measured(folder) for folder in calibrate], hardware.gpu) if calibrate else {}
     models = _models(options, resolved, shape)
     tensor, pipeline, expert = (
         _whole(name, value, 1)
@@ -108,10 +115,11 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         lora_rank=None if options.lora_rank is None else int(options.lora_rank),
         answers=workload.answers(),
         lanes=workload.lanes,
+        lanes_said=workload.lanes_said,
         batch=workload.batch,
         group=workload.group,
         run_ahead=workload.run_ahead,
-        micro_batch_tokens=workload.micro_batch_tokens,
+        micro_batch_tokens=_micro_batch_tokens(workload, resolved),
         precision=_precision(options.precision),
         tensor=tensor,
         pipeline=pipeline,
@@ -122,17 +130,29 @@ def request(options: Options, model: str | None, recipe: Path | None, overrides:
         checkpointing=not options.no_checkpointing,
         chunked_logits=not options.whole_logits,
         offload=options.offload,
-        efficiency=_efficiency(options.efficiency or {}),
+        efficiency=_efficiency(options.efficiency or {}, reached),
         nominal=None if options.nominal is None else _number("nominal", options.nominal, 0.0),
         price=None if options.price is None else _number("price", options.price, 0.0),
         lengths=workload.lengths,
         mean=workload.mean,
         longest=workload.longest,
         seed=resolved.config.run.seed,
-        assumptions=(*workload.assumptions, *_said(options, models, resolved)),
+        assumptions=(*workload.assumptions, *_said(options, models, resolved), *_calibrated(calibrate)),
         model=path,
         recipe=recipe,
     )
+
+
+def _micro_batch_tokens(workload: Workload, resolved: Resolved) -> float | None:
+    key = "prepare.micro_batch_tokens"
+    said = resolved.origins[key] != "default"
+    value = float(workload.micro_batch_tokens) if said else None
+    workload.assumptions.append(Assumption(key, value or "chosen", resolved.origins[key] if said else "planned"))
+    return value
+
+
+def _calibrated(runs: Sequence[Path]) -> list[Assumption]:
+    return [Assumption("efficiencies", "as measured", ", ".join(map(str, runs)))] if runs else []
 
 
 def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumption]:
@@ -151,20 +171,24 @@ def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumpti
     return found
 
 
-class _Workload:
-    """Sizes of batches and answers: those of the recipe and the command line, and assumed ones for the rest."""
+class Workload:
+    """Sizes of batches and answers: those of the recipe and the command line, and assumed ones for the rest.
 
-    def __init__(self, resolved: Resolved, options: Options) -> None:
-        self._resolved = resolved
+    assumed: by key; what it lacks is as a run would have it. lanes_said: whether somebody did.
+    """
+
+    def __init__(self, resolved: Resolved, options: Options, assumed: Mapping[str, object] = ASSUMED) -> None:
+        self._resolved, self._assumed = resolved, assumed
         self.assumptions: list[Assumption] = []
         self.batch = int(self._value("schedule.batch_size"))
         self.group = int(self._value("schedule.group_size"))
-        self.lanes = int(self._value("generate.lanes", self.batch))
+        self.lanes = int(self._value("generate.lanes", assumed.get("generate.lanes", self.batch)))
+        self.lanes_said = resolved.origins["generate.lanes"] != "default"
         self.longest = self._tokens("longest", options.longest, "generate.max_new_tokens")
         self.prompt_tokens = self._tokens("prompt-tokens", options.prompt_tokens, "simulate.prompt_tokens")
         self.lengths = str(self._value("simulate.lengths"))
         self.mean = self._tokens("mean-tokens", options.mean_tokens, "simulate.mean_length", self.longest / 4)
-        self.micro_batch_tokens = float(self._value("prepare.micro_batch_tokens"))
+        self.micro_batch_tokens = resolved.config.prepare.micro_batch_tokens
         said = resolved.origins["schedule.run_ahead"] != "default"
         self.run_ahead = resolved.config.schedule.run_ahead if said else None
         if self.batch % self.group:
@@ -173,7 +197,8 @@ class _Workload:
     def _value(self, key: str, assumed: object = None) -> Any:
         origin = self._resolved.origins[key]
         if origin == "default":
-            value, origin = (ASSUMED[key] if assumed is None else assumed), "assumed"
+            usual = self._assumed.get(key, self._resolved.config.setting(key))
+            value, origin = (usual if assumed is None else assumed), "assumed"
         else:
             value = self._resolved.config.setting(key)
         self.assumptions.append(Assumption(key, value, origin))
@@ -211,6 +236,11 @@ def _models(options: Options, resolved: Resolved, shape: ModelShape) -> Models:
 def _adapter_params(options: Options, config: Config, shape: ModelShape) -> int | None:
     if options.lora_rank is not None:
         return shape.adapter_params(_whole("lora-rank", options.lora_rank, 8))
+    return adapter_params(config, shape)
+
+
+def adapter_params(config: Config, shape: ModelShape) -> int | None:
+    """Of the adapter that the configuration trains; None where it trains all weights."""
     if config.adapter.kind == "lora":
         return shape.adapter_params(config.adapter.rank or 8)
     if config.adapter.kind == "tinylora":
@@ -243,10 +273,12 @@ def _precision(word: str | None) -> Precision:
     return PRECISIONS[word]
 
 
-def _efficiency(words: Mapping[str, str]) -> Efficiency:
-    """By the names of `Efficiency`, shares up to 1 and seconds."""
+def _efficiency(words: Mapping[str, str], reached: Mapping[str, float]) -> Efficiency:
+    """By the names of `Efficiency`, shares up to 1 and seconds. reached: instead of usual values, unless words say
+    otherwise.
+    """
     usual = Efficiency()
-    values: dict[str, float] = {}
+    values = dict(reached)
     for name, word in words.items():
         seconds = name == "step_overhead_s"
         option = "step-overhead" if seconds else f"{name}-efficiency"

@@ -8,6 +8,7 @@
 | `metrics.jsonl` | a row of figures per train step and per evaluation |
 | `rollouts.jsonl` | some trained rollouts of every step, token by token |
 | `evaluations.jsonl` | every greedy answer to a held-out prompt |
+| `work.jsonl` | by train step: what engine and trainer computed, by size, and how long it took |
 | `checkpoints/` | what the run can be resumed from |
 | `model/` | the trained policy, a Hugging Face folder |
 | `run.json` | the outcome |
@@ -27,7 +28,7 @@ from typing import Any
 
 from headway.config import Resolved, Run
 from headway.reports.metrics import JsonLines, StepMetrics
-from headway.reports.record import OBJECTIVE
+from headway.reports.record import OBJECTIVE, WORK
 from headway.reports.sinks import Sink
 from headway.trace import Trace, TraceFile
 from headway.types import UserError
@@ -42,6 +43,7 @@ class RunFolder:
         self.path = path
         self.rollouts = JsonLines(path / "rollouts.jsonl")
         self.evaluations = JsonLines(path / "evaluations.jsonl")
+        self.work = JsonLines(path / WORK)
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._trace = TraceFile(path / "trace.jsonl")
 
@@ -71,7 +73,7 @@ class RunFolder:
 
     def close(self) -> None:
         with contextlib.ExitStack() as files:  # closes each one, even when another can't be written out
-            for file in (self.rollouts, self.evaluations, self._metrics, self._trace):
+            for file in (self.rollouts, self.evaluations, self.work, self._metrics, self._trace):
                 files.callback(file.close)
 
 

@@ -27,7 +27,10 @@ def write(path: Path, plan: Plan, timeline: Timeline | None) -> None:
 
 def page(plan: Plan, timeline: Timeline | None) -> str:
     """The whole document."""
-    figures = {"memory": _memory(plan), "roofline": _roofline(plan)}
+    figures = {
+        "memory": memory(plan.shown.layout.placed.pools, plan.request.hardware.budget),
+        "roofline": _roofline(plan),
+    }
     if plan.simulated:
         figures["schedules"] = _schedules(plan)
     if timeline:
@@ -62,9 +65,10 @@ def page(plan: Plan, timeline: Timeline | None) -> str:
             "<noscript><p class='note'>The pictures need JavaScript; the tables below do not.</p></noscript>",
             *(placed(name, figure, *captions[name]) for name, figure in figures.items()),
             "<section><h2>All figures</h2>",
-            *(_memory_table(plan, pool) for pool in shown.placed.pools),
-            _table("Times", ("", "", "why"), plan_table.times(plan)),
+            *(memory_table(pool, plan.request.hardware.budget) for pool in shown.placed.pools),
+            table("Times", ("", "", "why"), plan_table.times(plan)),
             _schedule_table(plan),
+            _batch_table(plan),
             f'<p class="over">{html.escape(plan_table.SAID)}</p></section>',
         ]
     )
@@ -72,7 +76,7 @@ def page(plan: Plan, timeline: Timeline | None) -> str:
     return document("A plan", body, plots, DRAW, source="facts of hardware and models, and simulations")
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
@@ -80,16 +84,15 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     )
 
 
-def _memory_table(plan: Plan, pool: Pool) -> str:
+def memory_table(pool: Pool, budget: float) -> str:
     phase = pool.peak
     rows = [
         (line.name, plan_table.gigabytes(line.floor), plan_table.gigabytes(line.expected), line.why)
         for line in phase.lines
     ]
     total = ("total", plan_table.gigabytes(phase.floor), plan_table.gigabytes(phase.expected), "")
-    budget = plan_table.gigabytes(plan.request.hardware.budget)
-    title = f"Memory of {plan_table.of_pool(pool)} in phase {phase.name}, GB of {budget}"
-    return _table(title, ("", "at least", "expected", "why"), [*rows, total])
+    title = f"Memory of {plan_table.of_pool(pool)} in phase {phase.name}, GB of {plan_table.gigabytes(budget)}"
+    return table(title, ("", "at least", "expected", "why"), [*rows, total])
 
 
 def _schedule_table(plan: Plan) -> str:
@@ -97,13 +100,23 @@ def _schedule_table(plan: Plan) -> str:
         return ""
     price = plan.request.price is not None
     head = (*plan_table.COLUMNS, *(["price"] if price else []))
-    return _table("Schedules", head, [plan_table.row(candidate, price=price) for candidate in plan.simulated])
+    return table("Schedules", head, [plan_table.row(candidate, price=price) for candidate in plan.simulated])
 
 
-def _memory(plan: Plan) -> go.Figure:
-    """One bar for each pool and phase, its lines stacked."""
+def _batch_table(plan: Plan) -> str:
+    if not plan.batches:
+        return ""
+    head = (*plan_table.BATCH_COLUMNS, *(["price"] if plan.request.price is not None else []))
+    return table("The recommended layout with other batches", head, plan_table.batch_rows(plan))
+
+
+def memory(pools: Sequence[Pool], budget: float, measured: float | None = None) -> go.Figure:
+    """One bar for each pool and phase, its lines stacked; the budget as a line, and what was measured as another."""
     figure = go.Figure()
-    phases = [(f"{pool.name}: {phase.name}", phase) for pool in plan.shown.layout.placed.pools for phase in pool.phases]
+    several = len(pools) > 1
+    phases = [
+        (f"{pool.name}: {phase.name}" if several else phase.name, phase) for pool in pools for phase in pool.phases
+    ]
     phases.reverse()
     names = list(dict.fromkeys(line.name for _, phase in phases for line in phase.lines))
     for name, color in zip(names, COLORS * (1 + len(names) // len(COLORS)), strict=False):
@@ -117,8 +130,9 @@ def _memory(plan: Plan) -> go.Figure:
                 hovertemplate="%{x:.2f} GB",
             )
         )
-    budget = plan.request.hardware.budget / 1e9
-    figure.add_vline(x=budget, line={"color": RED, "width": 1.5, "dash": "dash"})
+    figure.add_vline(x=budget / 1e9, line={"color": RED, "width": 1.5, "dash": "dash"})
+    if measured is not None:
+        figure.add_vline(x=measured / 1e9, line={"color": INK, "width": 2}, annotation_text="measured")
     house_style(figure, 190 + 44 * len(phases), barmode="stack", hovermode="closest")
     figure.update_layout(margin={"t": 110})
     figure.update_xaxes(title={"text": "GB"}, rangemode="tozero")

@@ -10,8 +10,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from headway.plan.lengths import Answers
 from headway.plan.memory import Generation, Phase, Pool
-from headway.plan.proposal import Candidate, Plan
+from headway.plan.proposal import Assumption, Candidate, Plan
 from headway.reports.wording import percent
 
 WIDTH_OF_A_FILE = 120
@@ -19,12 +20,21 @@ WIDTH_OF_A_FILE = 120
 
 def show(plan: Plan, stream: TextIO) -> None:
     """Print it for people; into a file without colours and at a fixed width."""
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH_OF_A_FILE)
+    console = console_of(stream)
     console.print(headline(plan), style="bold")
     console.print(assumed(plan), style="dim")
     console.print()
-    tables = [_states(plan), *(_pool(plan, pool) for pool in plan.shown.layout.placed.pools), _times(plan)]
+    tables = [
+        _states(plan),
+        *(memory(pool, plan.request.hardware.budget) for pool in plan.shown.layout.placed.pools),
+        _times(plan),
+    ]
     for title, table in [*tables, *([_schedules(plan)] if plan.simulated else [])]:
+        console.print(title, style="bold")
+        console.print(table)
+        console.print()
+    if plan.batches:
+        title, table = _batches(plan)
         console.print(title, style="bold")
         console.print(table)
         console.print()
@@ -35,19 +45,23 @@ def show(plan: Plan, stream: TextIO) -> None:
         console.print(f"- {reason}")
 
 
+def console_of(stream: TextIO) -> Console:
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDTH_OF_A_FILE)
+
+
 def headline(plan: Plan) -> str:
     request = plan.request
     gpu = request.hardware.gpu
     doubt = f" ({gpu.doubt})" if gpu.doubt else ""
     return (
-        f"{request.shape.name}, {_billions(request.shape.num_params)} parameters{_active(plan)}; "
+        f"{request.shape.name}, {billions(request.shape.num_params)} parameters{_active(plan)}; "
         f"{request.hardware.num} x {gpu.title}{doubt}; {_what(plan)}"
     )
 
 
 def _active(plan: Plan) -> str:
     shape = plan.request.shape
-    return f", {_billions(shape.num_active_params)} active" if shape.num_active_params != shape.num_params else ""
+    return f", {billions(shape.num_active_params)} active" if shape.num_active_params != shape.num_params else ""
 
 
 def _what(plan: Plan) -> str:
@@ -57,14 +71,18 @@ def _what(plan: Plan) -> str:
     return f"{plan.request.algorithm.upper()}{kl}{adapter}"
 
 
-def _billions(number: float) -> str:
+def billions(number: float) -> str:
     return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
 
 
 def assumed(plan: Plan) -> str:
     """The workload, and of each value where it is from."""
-    words = [f"{item.name} {_plain(item.value)} ({item.origin})" for item in plan.request.assumptions]
-    return f"{'; '.join(words)}; an answer has {plan.request.answers.mean:,.0f} tokens on average"
+    return where_from(plan.request.assumptions, plan.request.answers)
+
+
+def where_from(assumptions: Sequence[Assumption], answers: Answers) -> str:
+    words = [f"{item.name} {_plain(item.value)} ({item.origin})" for item in assumptions]
+    return f"{'; '.join(words)}; an answer has {answers.mean:,.0f} tokens on average"
 
 
 def _plain(value: object) -> str:
@@ -85,22 +103,23 @@ Titled = tuple[str, Table]
 def _states(plan: Plan) -> Titled:
     nominal = plan.request.nominal
     of = f"a nominal {nominal:.3g}" if nominal else f"{plan.request.shape.num_params:,}"
-    table = _table("model", "GB")
+    table = columns("model", "GB")
     for name, num_bytes in plan.states.items():
         table.add_row(name, gigabytes(num_bytes))
     table.add_row("total", gigabytes(sum(plan.states.values())), style="bold")
     return f"States of all models together, {of} parameters each", table
 
 
-def _pool(plan: Plan, pool: Pool) -> Titled:
-    phase, budget = pool.peak, plan.request.hardware.budget
+def memory(pool: Pool, budget: float) -> Titled:
+    """Of its fullest phase, line by line."""
+    phase = pool.peak
     others = ", ".join(f"{other.name} {gigabytes(other.expected)}" for other in pool.phases if other is not phase)
     fits = "fits" if phase.expected <= budget else "does not fit"
     title = (
         f"Memory of {of_pool(pool)}: {gigabytes(phase.expected)} of {gigabytes(budget)} GB, {fits}. "
         f"Fullest while in phase {phase.name} ({others})"
     )
-    table = _table(phase.name, "at least", "expected", "why")
+    table = columns(phase.name, "at least", "expected", "why")
     for line in phase.lines:
         table.add_row(line.name, gigabytes(line.floor), gigabytes(line.expected), line.why)
     table.add_row("total", gigabytes(phase.floor), gigabytes(phase.expected), "", style="bold")
@@ -109,13 +128,13 @@ def _pool(plan: Plan, pool: Pool) -> Titled:
 
 def of_pool(pool: Pool) -> str:
     """Which GPUs, in words."""
-    if pool.name == "every GPU":
+    if pool.name in ("every GPU", "this process"):
         return pool.name
     return f"each of {pool.num_gpus} {pool.name}" if pool.num_gpus > 1 else f"the {pool.name.removesuffix('s')}"
 
 
 def _times(plan: Plan) -> Titled:
-    table = _table("what", "", "")
+    table = columns("what", "", "")
     for name, value, why in times(plan):
         table.add_row(name, value, why)
     return f"Times of {plan.shown.layout.name}, {_efficiencies(plan)}", table
@@ -141,13 +160,30 @@ def times(plan: Plan) -> list[tuple[str, str, str]]:
         ),
         ("prefill", f"{took.prefill_tokens_per_s:,.0f} tokens/s", f"prompts of {request.answers.prompt:g} tokens"),
         ("an answer", f"{took.rollout_s:.3g} s", f"of {request.answers.mean:,.0f} tokens, while others are prefilled"),
-        (
-            "a train step",
-            f"{took.train_s:.3g} s",
-            f"{request.batch} answers, {request.passes.number:g} forward passes' worth of arithmetic",
-        ),
-        ("new weights", f"{took.sync_s * 1e3:,.1f} ms", "from trainer to engines"),
+        ("a train step", f"{took.train_s:.3g} s", _train_step(plan)),
+        *((f"new weights by {way.name}", milliseconds(way.seconds), way.why) for way in took.sync_ways),
     ]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _train_step(plan: Plan) -> str:
+    """Its parts, and which of them hides behind which."""
+    took, request = plan.shown.times, plan.request
+    job = plan.shown.layout.placed.job
+    words = (
+        f"{request.batch} answers in micro-batches of {job.micro_batch_tokens:,.0f} tokens, {request.passes.number:g} "
+        f"forward passes' worth of arithmetic: {took.train_arithmetic_s:.3g} s"
+    )
+    if took.train_hidden_s:
+        sharding = job.training.sharding
+        which = "hidden behind it" if took.train_hidden_s <= took.train_arithmetic_s else "which is longer"
+        words += f"; ZeRO {sharding.zero} sends for {took.train_hidden_s:.3g} s, {which}"
+    if took.train_shown_s:
+        words += f"; tensor parallelism for {took.train_shown_s:.3g} s more"
+    return words
 
 
 def _engines(generation: Generation) -> str:
@@ -177,7 +213,7 @@ SAID = (
 
 def _schedules(plan: Plan) -> Titled:
     price = plan.request.price is not None
-    table = _table(*COLUMNS, *(["price"] if price else []))
+    table = columns(*COLUMNS, *(["price"] if price else []))
     for candidate in plan.simulated:
         table.add_row(*row(candidate, price=price), style="bold green" if candidate is plan.chosen else None)
     return "Schedules", table
@@ -201,9 +237,46 @@ def row(candidate: Candidate, *, price: bool) -> list[str]:
     return [*cells, f"{figures.price:.3g}"] if price else cells
 
 
-def _table(*columns: str) -> Table:
+BATCH_COLUMNS = ("batch", "lanes", "tokens/s", "step s", "mean lag", "token lag", "GB a GPU")
+
+
+def batch_row(batch: int, lanes: int, candidate: Candidate, *, price: bool) -> list[str]:
+    """By BATCH_COLUMNS."""
+    figures = candidate.figures
+    assert figures is not None
+    cells = [
+        str(batch),
+        str(lanes),
+        f"{figures.tokens_per_s:,.0f}",
+        f"{figures.step_s:.3g}",
+        f"{figures.mean_lag:.2f}",
+        f"{figures.token_lag:.2f}",
+        gigabytes(candidate.layout.placed.fullest),
+    ]
+    return [*cells, f"{figures.price:.3g}"] if price else cells
+
+
+def batch_rows(plan: Plan) -> list[list[str]]:
+    """Of the recommended layout with each batch, the smallest first."""
+    request, chosen = plan.request, plan.chosen
+    assert chosen is not None
+    found = [(other.batch, other.lanes, other.candidate) for other in plan.batches]
+    found.append((request.batch, request.lanes, chosen))
+    price = request.price is not None
+    return [batch_row(*one, price=price) for one in sorted(found, key=lambda one: one[0])]
+
+
+def _batches(plan: Plan) -> Titled:
+    table = columns(*BATCH_COLUMNS, *(["price"] if plan.request.price is not None else []))
+    for cells in batch_rows(plan):
+        table.add_row(*cells, style="bold green" if cells[0] == str(plan.request.batch) else None)
+    return "The recommended layout with other batches", table
+
+
+def columns(*names: str) -> Table:
+    """An empty table, for words on the left and numbers on the right."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for place, column in enumerate(columns):
+    for place, column in enumerate(names):
         words = column in ("why", "") or place == 0
         table.add_column(column, justify="left" if words else "right", no_wrap=column != "why" and place < 2)
     return table
@@ -246,6 +319,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "efficiency": asdict(request.efficiency),
         "state_bytes": plan.states,
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
+        "other_batches": [
+            {"batch": other.batch, "lanes": other.lanes, **_candidate(other.candidate)} for other in plan.batches
+        ],
         "chosen": plan.candidates.index(plan.chosen) if plan.chosen else None,
         "reasons": list(plan.reasons),
     }
@@ -260,7 +336,10 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "engine_gpus": layout.placed.job.generation.tensor,
         "run_ahead": candidate.run_ahead,
         "fits": candidate.fits,
-        "memory": {pool.name: {phase.name: _phase(phase) for phase in pool.phases} for pool in layout.placed.pools},
+        "memory": {
+            pool.name: {phase.name: phase_figures(phase) for phase in pool.phases} for pool in layout.placed.pools
+        },
+        "micro_batch_tokens": layout.placed.job.micro_batch_tokens,
         "times": {name: _finite(value) for name, value in asdict(candidate.times).items()},
         "rollouts_per_s_by_law": candidate.rate,
         "expected_mean_lag": candidate.expected_lag,
@@ -268,7 +347,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _phase(phase: Phase) -> dict[str, Any]:
+def phase_figures(phase: Phase) -> dict[str, Any]:
     return {
         "floor_bytes": phase.floor,
         "expected_bytes": phase.expected,
@@ -276,5 +355,5 @@ def _phase(phase: Phase) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,6 +25,7 @@ MAX_POINTS = 1000
 
 TRACE = "trace.jsonl"
 OBJECTIVE = "objective.txt"
+WORK = "work.jsonl"
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class RunRecord:
     events: the trace on one time axis; config: the effective configuration as nested tables (empty if it can't be
     read) and config_text, as written; objective_text: what was trained, in words; steps: one row per train step behind
     the newest weights; evaluations: their `evaluated` events; answers: the greedy answers behind them; rollouts: the
-    kept rollouts in order of training; result: run.json; notes: what was wrong. simulated: the trace of the same run,
-    simulated from this one (empty where it wasn't), and not_simulated: why it can't be.
+    kept rollouts in order of training; work: by train step what was computed and how long it took; result: run.json;
+    notes: what was wrong. simulated: the trace of the same run, simulated from this one (empty where it wasn't), and
+    not_simulated: why it can't be.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class RunRecord:
     evaluations: list[Event]
     answers: list[dict[str, Any]]
     rollouts: list[dict[str, Any]]
+    work: list[dict[str, Any]]
     result: dict[str, Any]
     notes: list[str]
     simulated: Sequence[Event] = ()
@@ -129,6 +132,7 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=kept_evaluations(events),
         answers=_json_lines(folder / "evaluations.jsonl", notes),
         rollouts=_kept_rollouts(_json_lines(folder / "rollouts.jsonl", notes)),
+        work=_json_lines(folder / WORK, notes),
         result=_parse_result(folder / "run.json", notes),
         notes=notes,
     )

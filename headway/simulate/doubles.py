@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.simulate.contention import Contention
 from headway.simulate.engines import ConstantRate, Engine
 from headway.simulate.workload import Lengths
 from headway.stages import Generated, Reference, Scored, Ticket, Trained
@@ -50,7 +51,7 @@ class Doubles:
     lengths: of a rollout by its identity, group x num_members + member, so that one that begins again is as long as
     before; longest: a rollout that comes to it ends there, with finish "length"; engine: made on the running loop;
     pinned: a rollout keeps the weights it began with, else new ones take hold at once, and with recompute its cache is
-    computed again.
+    computed again. contention: with the engine, where the trainer shares its machine.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Doubles:
         pinned: bool = True,
         recompute: bool = False,
         engine: Callable[[], Engine] = ConstantRate,
+        contention: Contention | None = None,
     ) -> None:
+        self._contention = contention
         self._lengths, self._times = lengths, times
         self._num_members, self._longest = num_members, longest
         self._pinned, self._recompute = pinned, recompute
@@ -119,7 +122,8 @@ class Doubles:
         return version
 
     async def train(self, batch: Reference) -> Trained:
-        await asyncio.sleep(_time(self._times.train, batch))
+        train_s = _time(self._times.train, batch)
+        await (self._contention.train(train_s) if self._contention else asyncio.sleep(train_s))
         return Trained(weights=None)
 
     async def sync(self, weights: Reference, version: int) -> None:

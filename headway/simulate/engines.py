@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from headway.simulate.contention import Contention
+
 
 class Engine(Protocol):
     """What decodes rollouts. Lengths are tokens, or whatever a lane decodes one of per unit of time."""
@@ -126,32 +128,33 @@ def _resolve(done: asyncio.Future[float], sampled: float) -> None:
 class Machine:
     """What decides how long a decode step takes: launching it, and reading weights and cache once.
 
-    bandwidth_bytes_per_s: as measured in use, about 0.8 of what the vendor states.
+    bandwidth_bytes_per_s: as measured in use, about 0.8 of what the vendor states; rollout_s: of each rollout, beside
+    reading its cache, where arithmetic doesn't hide behind reading (on a CPU).
     """
 
     overhead_s: float
     weight_bytes: float
     kv_bytes_per_token: float
     bandwidth_bytes_per_s: float
+    rollout_s: float = 0.0
 
-    def step_s(self, context_tokens: float) -> float:
-        """One decode step of rollouts with so many tokens of context, all together."""
-        return self.overhead_s + (self.weight_bytes + self.kv_bytes_per_token * context_tokens) / (
-            self.bandwidth_bytes_per_s
-        )
+    def step_s(self, context_tokens: float, num_rollouts: int) -> float:
+        """One decode step of so many rollouts, with so many tokens of context all together."""
+        read_s = (self.weight_bytes + self.kv_bytes_per_token * context_tokens) / self.bandwidth_bytes_per_s
+        return self.overhead_s + num_rollouts * self.rollout_s + read_s
 
     def decode_s(self, num_steps: float, context_tokens: float, num_rollouts: int) -> float:
         """Time of `num_steps` steps, while every step adds a token to the context of each of the rollouts.
 
-        The integral of step_s(context + n m) over m from 0 to num_steps. As a sum over whole steps, a step would read
-        the context as it stood before it, which is less by half a token per rollout and step.
+        The integral of step_s(context + n m, n) over m from 0 to num_steps. As a sum over whole steps, a step would
+        read the context as it stood before it, which is less by half a token per rollout and step.
         """
         half_growth_s = self.kv_bytes_per_token * num_rollouts / self.bandwidth_bytes_per_s / 2
-        return num_steps * (self.step_s(context_tokens) + half_growth_s * num_steps)
+        return num_steps * (self.step_s(context_tokens, num_rollouts) + half_growth_s * num_steps)
 
     def steps_in(self, seconds: float, context_tokens: float, num_rollouts: int) -> float:
         """The inverse of `decode_s`: the root of a quadratic, without cancellation."""
-        step_s = self.step_s(context_tokens)
+        step_s = self.step_s(context_tokens, num_rollouts)
         growth_s = self.kv_bytes_per_token * num_rollouts / self.bandwidth_bytes_per_s
         return 2 * seconds / (step_s + math.sqrt(step_s * step_s + 2 * growth_s * seconds))
 
@@ -184,9 +187,12 @@ class Roofline:
     Scaling Transformer Inference" (arXiv 2211.05102), section 2, with a constant for what is launched.
     """
 
-    def __init__(self, machine: Machine, prefill: Prefill = NO_PREFILL) -> None:
+    def __init__(self, machine: Machine, prefill: Prefill = NO_PREFILL, contention: Contention | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._machine, self._prefill = machine, prefill
+        self._contention, self._slowness = contention, 1.0
+        if contention:
+            contention.tell_engine = self._slow_down
         self._rollouts: dict[int, _Decoding] = {}
         self._num_in_flight = 0
         self._ends: list[tuple[float, int, _Decoding]] = []
@@ -203,6 +209,7 @@ class Roofline:
         rollout = _Decoding(self._loop.create_future(), num_tokens, context, self._step, self._step + num_tokens)
         self._rollouts[key] = rollout
         self._num_in_flight += 1
+        self._say_whether_it_works()
         self._context_less_steps += context - self._step
         heapq.heappush(self._ends, (rollout.last_step, next(self._order), rollout))
         self._hold(context)
@@ -240,7 +247,8 @@ class Roofline:
         if now_s <= self._at_s:
             return
         if self._num_in_flight:
-            num_steps = self._machine.steps_in(now_s - self._at_s, self._context, self._num_in_flight)
+            work_s = (now_s - self._at_s) / self._slowness
+            num_steps = self._machine.steps_in(work_s, self._context, self._num_in_flight)
             self._step = min(self._step + num_steps, self._next_end())
         self._at_s = now_s
 
@@ -252,8 +260,20 @@ class Roofline:
 
     def _hold(self, context_tokens: float) -> None:
         """Nothing is decoded while so much is prefilled."""
-        self._at_s = max(self._at_s, self._loop.time()) + self._prefill.seconds(context_tokens)
+        self._at_s = max(self._at_s, self._loop.time()) + self._prefill.seconds(context_tokens) * self._slowness
         self._set_timer_soon()
+
+    def _slow_down(self, slowness: float) -> None:
+        """From now on everything takes so many times as long as it would alone, what is being prefilled too."""
+        self._advance()
+        now_s = self._loop.time()
+        self._at_s = now_s + max(0.0, self._at_s - now_s) * slowness / self._slowness
+        self._slowness = slowness
+        self._set_timer_soon()
+
+    def _say_whether_it_works(self) -> None:
+        if self._contention:
+            self._contention.engine_works(self._num_in_flight > 0)
 
     def _leave(self, rollout: _Decoding, sampled: float) -> None:
         self._advance()
@@ -263,6 +283,7 @@ class Roofline:
         if not self._num_in_flight:  # what rounding has left
             self._context_less_steps = self._step = 0.0
             self._ends.clear()
+            self._say_whether_it_works()
         self._set_timer_soon()
 
     def _set_timer_soon(self) -> None:
@@ -278,7 +299,8 @@ class Roofline:
             self._timer = None
         if self._num_in_flight:
             num_steps = self._next_end() - self._step
-            ends_s = self._at_s + self._machine.decode_s(num_steps, self._context, self._num_in_flight)
+            work_s = self._machine.decode_s(num_steps, self._context, self._num_in_flight)
+            ends_s = self._at_s + work_s * self._slowness
             self._timer = self._loop.call_at(ends_s, self._end)
 
     def _end(self) -> None:

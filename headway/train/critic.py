@@ -15,10 +15,12 @@ from headway.models.rows import Rows
 from headway.models.value import ValueModel
 from headway.models.weights import assign_weights, named_weights
 from headway.stages import Values
+from headway.train.measured import unit
 from headway.train.optimizer import Optimizer
 from headway.train.precision import products_in
 from headway.train.state_file import read_state, write_state
 from headway.types import UserError
+from headway.work import WorkLog
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 """value_N with gradient, on the critic's device -> a scalar: the part of the batch's value loss that these make."""
@@ -30,7 +32,8 @@ class LocalCritic:
     """Implements `headway.stages.Critic`.
 
     model: float32 weights; settings: of the optimizer and of the matrix products, as the policy's; learning_rate: its
-    own; num_steps: optimizer steps of the learning rate's schedule; cores: its claim to CPU cores.
+    own; num_steps: optimizer steps of the learning rate's schedule; cores: its claim to CPU cores. log: its passes with
+    gradients ("critic train"), without ("critic forward"), and its optimizer steps ("critic update").
     """
 
     def __init__(
@@ -38,16 +41,17 @@ class LocalCritic:
     ) -> None:
         self._cores = cores or FixedCores(torch.get_num_threads())
         self._model, self._settings = model, settings
+        self.log = WorkLog()
         self._optimizer = Optimizer(model.parameters(), settings, num_steps=num_steps, learning_rate=learning_rate)
 
     @torch.no_grad()
     def forward(self, rows: Rows) -> Values:
-        with self._cores.unit():
+        with unit(self._cores, self.log, "critic forward", rows):
             value_N, bootstrap_R = self._values(rows)
         return Values(value_N.cpu(), bootstrap_R.cpu())
 
     def forward_backward(self, rows: Rows, loss: Loss) -> Values:
-        with self._cores.unit():
+        with unit(self._cores, self.log, "critic train", rows):
             value_N, bootstrap_R = self._values(rows)
             value = loss(value_N)
             value.backward()
@@ -64,7 +68,7 @@ class LocalCritic:
 
     def optim_step(self) -> dict[str, Any]:
         """As `LocalTrainer.optim_step`."""
-        with self._cores.unit():
+        with unit(self._cores, self.log, "critic update"):
             return self._optimizer.step()
 
     def save(self, folder: Path) -> None:

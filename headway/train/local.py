@@ -15,9 +15,11 @@ from headway.models.policy import Policy
 from headway.models.rows import Rows
 from headway.models.weights import assign_weights
 from headway.stages import ForwardResult
+from headway.train.measured import unit
 from headway.train.optimizer import Optimizer
 from headway.train.precision import products_in
 from headway.train.state_file import read_state, write_state
+from headway.work import WorkLog
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 """logp_N with gradient, on the trainer's device -> a scalar: the part of the batch's loss that these tokens make."""
@@ -29,7 +31,8 @@ class LocalTrainer:
     policy: float32 weights, which are the master copy; settings: the optimizer; shape: of every distribution, the one
     the rollouts were sampled from; num_steps: optimizer steps of the learning rate's schedule; cores: its claim to CPU
     cores, by default as many as torch would use; reference: a frozen copy of the base model, where an objective needs
-    one and the policy has none of its own (an adapter's base).
+    one and the policy has none of its own (an adapter's base). log: its passes with gradients ("train"), without
+    ("forward"), and its optimizer steps ("update").
     """
 
     def __init__(
@@ -45,17 +48,18 @@ class LocalTrainer:
         self._cores = cores or FixedCores(torch.get_num_threads())
         self._policy, self._settings, self._shape = policy, settings, shape
         self._reference = reference
+        self.log = WorkLog()
         self._optimizer = Optimizer(policy.model.parameters(), settings, num_steps=num_steps)
 
     @torch.no_grad()
     def forward(self, rows: Rows, *, reference: bool = False) -> ForwardResult:
-        with self._cores.unit():
+        with unit(self._cores, self.log, "forward", rows):
             rows = rows.to(self._policy.device)
             logp_N, entropy_N = self._reference_logprobs(rows) if reference else self._logprobs(self._policy, rows)
         return ForwardResult(logp_N.cpu(), entropy_N.cpu())
 
     def forward_backward(self, rows: Rows, loss: Loss) -> ForwardResult:
-        with self._cores.unit():
+        with unit(self._cores, self.log, "train", rows):
             logp_N, entropy_N = self._logprobs(self._policy, rows.to(self._policy.device))
             value = loss(logp_N)
             value.backward()
@@ -77,7 +81,7 @@ class LocalTrainer:
 
     def optim_step(self) -> dict[str, Any]:
         """-> grad_norm (before clipping), learning_rate, skipped_steps (so far), and a warning if this one was."""
-        with self._cores.unit():
+        with unit(self._cores, self.log, "update"):
             return self._optimizer.step()
 
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headway.plan.activations import LOGIT_CHUNK, logits_bytes, of_layer, of_model
+from headway.models import distribution
+from headway.plan.activations import KEPT_LOGITS, LOGIT_CHUNK, logits_bytes, of_layer, of_model
 from headway.plan.configs import shape
 from headway.plan.models import find_model
 
@@ -67,9 +68,10 @@ def test_a_mixture_keeps_what_its_chosen_experts_make():
 
 
 def test_logits_whole_and_in_chunks():
-    """4,096 tokens x 152,064 ids x 4 bytes = 2.49 GB, three times over; in chunks a constant."""
+    """4,096 tokens x 152,064 ids x 4 bytes = 2.49 GB, three times over; in chunks a constant, as Headway keeps them."""
     whole, chunked = (logits_bytes(4096, 152_064, chunked=chunked) for chunked in (False, True))
     assert whole.floor == 4 * 4096 * 152_064
     assert whole.expected / 1e9 == pytest.approx(7.474, abs=0.001)
-    assert (chunked.floor, chunked.expected) == (4 * LOGIT_CHUNK, 12 * LOGIT_CHUNK)
+    assert (chunked.floor, chunked.expected) == (4 * LOGIT_CHUNK, 12 * KEPT_LOGITS)
+    assert (LOGIT_CHUNK, KEPT_LOGITS) == (distribution.CHUNK_ELEMENTS, distribution.KEPT_ELEMENTS)
     assert logits_bytes(10, 99, chunked=True) == logits_bytes(10, 99, chunked=False)

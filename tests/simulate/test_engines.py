@@ -100,7 +100,7 @@ def test_a_lane_computes_its_cache_again():
 
 def test_the_time_of_steps_has_a_closed_form_and_an_inverse():
     """Two rollouts with 10 tokens in all: a step takes 1 + (2 + 10)/2 = 7, and one more for each step done."""
-    assert GROWING.step_s(10) == 7.0
+    assert GROWING.step_s(10, num_rollouts=2) == 7.0
     assert GROWING.decode_s(4, context_tokens=10, num_rollouts=2) == 4 * 7 + 1 * 4 * 4 / 2
     assert GROWING.steps_in(36.0, context_tokens=10, num_rollouts=2) == pytest.approx(4.0)
     assert UNIT.steps_in(36.0, context_tokens=10, num_rollouts=2) == 18.0
@@ -109,7 +109,7 @@ def test_the_time_of_steps_has_a_closed_form_and_an_inverse():
 def test_steps_of_a_stretch_add_up_wherever_it_is_divided():
     rng = random.Random(0)
     for _ in range(100):
-        machine = Machine(*(rng.uniform(0.1, 3) for _ in range(4)))
+        machine = Machine(*(rng.uniform(0.1, 3) for _ in range(5)))
         first, second, context, n = rng.uniform(0, 50), rng.uniform(0, 50), rng.uniform(0, 500), rng.randint(1, 64)
         whole = machine.decode_s(first + second, context, n)
         parts = machine.decode_s(first, context, n) + machine.decode_s(second, context + n * first, n)
@@ -117,11 +117,18 @@ def test_steps_of_a_stretch_add_up_wherever_it_is_divided():
         assert machine.steps_in(whole, context, n) == pytest.approx(first + second)
 
 
+def test_a_rollout_may_take_time_of_its_own():
+    """Three of them, half a second each, beside 1 s and (2 + 10) / 2 s."""
+    machine = Machine(1.0, 2.0, 1.0, 2.0, rollout_s=0.5)
+    assert machine.step_s(10, num_rollouts=3) == 8.5
+    assert machine.steps_in(8.5 * 2, context_tokens=10, num_rollouts=0) > 2
+
+
 def test_the_fluid_is_near_the_sum_over_whole_steps():
     """Half a token per rollout and step apart: sum over j < m of step_s(C + n j), against the integral."""
     steps, context, n = 1000, 64_000.0, 64
     machine = Machine(0.001, 3.09e9, 28_672, 2.68e12)
-    summed = math.fsum(machine.step_s(context + n * step) for step in range(steps))
+    summed = math.fsum(machine.step_s(context + n * step, n) for step in range(steps))
     half_tokens = machine.kv_bytes_per_token * n * steps / 2 / machine.bandwidth_bytes_per_s
     assert machine.decode_s(steps, context, n) == pytest.approx(summed + half_tokens, rel=1e-9)
     assert half_tokens / summed < 1e-3
@@ -200,7 +207,7 @@ def _in_small_steps(machine, starts, stops, dt=0.002):
             if key not in ended and at_s <= now and done:
                 ended[key] = (now, min(sampled[key], num_tokens))
         running = [(key, context) for key, at_s, _, context in starts if at_s <= now and key not in ended]
-        step_s = machine.step_s(sum(context + sampled[key] for key, context in running))
+        step_s = machine.step_s(sum(context + sampled[key] for key, context in running), len(running))
         for key, _ in running:
             sampled[key] += dt / step_s
         number += 1

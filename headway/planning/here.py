@@ -1,0 +1,262 @@
+"""The plan of a run in one process on this machine: its memory, and with a measured run beside it its pace.
+
+A recipe is planned before it runs; a run that is over is planned again from its recipe and its lengths, and what was
+measured stands beside what would have been said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from headway import config as settings
+from headway.config import Config, Resolved
+from headway.plan.here import Beside, HerePlan, Pace, Schedule
+from headway.plan.in_process import InProcessJob, in_process
+from headway.plan.models import find_model
+from headway.plan.shapes import ModelShape
+from headway.plan.states import Models
+from headway.planning.pace import Measured, measured, pace, train_flops
+from headway.planning.request import ASSUMED, Options, Workload, adapter_params
+from headway.run import named_objective
+from headway.sweep import SweepJob, simulate
+from headway.types import UserError
+
+USABLE = 0.9
+"""Of the memory that is free, so much may be planned with."""
+
+STEPS, SKIPPED = 30, 4
+"""Train steps of a simulation, and the first of them that its figures leave out."""
+
+RUN_AHEADS = (0.0, 1.0, 2.0)
+"""That are simulated beside the recipe's own."""
+
+LOOKED_AT = (
+    *("run.seed", "model", "adapter", "objective", "generate", "schedule", "prepare", "train", "simulate"),
+    "critic",
+)
+"""Settings that such a plan looks at."""
+
+Progress = Callable[[int], AbstractContextManager[Callable[[], object]]]
+"""As in `headway.planning.choose`."""
+
+
+def plan(
+    source: Path | None,
+    options: Options,
+    model: str | None,
+    overrides: Sequence[str],
+    calibrate: Sequence[Path],
+    progress: Progress = lambda num: nullcontext(lambda: None),
+) -> HerePlan:
+    """source: a recipe, or the folder of a run. Raises UserError for whatever the user can mend."""
+    run = measured(source) if source and source.is_dir() else None
+    resolved = _resolved(source, run, model, overrides)
+    config = resolved.config
+    if config.model.path is None:
+        raise UserError("which model? headway plan RECIPE, or headway plan --model MODEL --gpu GPU --num-gpus N")
+    shape = find_model(config.model.path)
+    assumed = {key: ASSUMED[key] for key in ("simulate.lengths", "simulate.prompt_tokens")}
+    workload = Workload(resolved, _options(options, run), {**assumed, "generate.lanes": config.generate.lanes})
+    job = _job(config, shape, workload)
+    runs = [measured(folder) for folder in calibrate]
+    found = pace(runs) if runs else None
+    if found:
+        _check_calibration(config, shape, runs[0])
+    schedules = _simulated(resolved, job, workload, found, progress) if found else ()
+    return HerePlan(
+        name=run.name if run else str(source or config.model.path),
+        job=job,
+        pool=in_process(job),
+        budget=USABLE * free_bytes(),
+        assumptions=tuple(workload.assumptions),
+        pace=found,
+        decode=_decode_points(runs),
+        schedules=schedules,
+        beside=_beside(run) if run else None,
+    )
+
+
+def _resolved(source: Path | None, run: Measured | None, model: str | None, overrides: Sequence[str]) -> Resolved:
+    words = [*([f"--model.path={model}"] if model else []), *overrides]
+    if run is None:
+        resolved = settings.resolve(source, words)
+    else:
+        own = [f"--simulate.lengths=run:{run.run.folder}"]
+        resolved = settings.resolve(run.run.folder / "config.toml", [*own, *words])
+    settings.only(resolved.origins, LOOKED_AT, "headway plan")
+    return resolved
+
+
+def _options(options: Options, run: Measured | None) -> Options:
+    """Of a run the length of prompts is known."""
+    if run is None or options.prompt_tokens is not None:
+        return options
+    prompts = [event["prompt_tokens"] for event in run.run.events if event.kind == "generated"]
+    return replace(options, prompt_tokens=str(round(fmean(prompts))) if prompts else None)
+
+
+def _job(config: Config, shape: ModelShape, workload: Workload) -> InProcessJob:
+    chosen = named_objective(config)
+    adapter = adapter_params(config, shape)
+    on_cpu = config.model.device in (None, "cpu")
+    return InProcessJob(
+        shape=shape,
+        models=Models(critic=chosen.needs_critic, reference=chosen.needs_reference, adapter_params=adapter),
+        answers=workload.answers(),
+        lanes=workload.lanes,
+        batch=workload.batch,
+        group=workload.group,
+        micro_batch_tokens=workload.micro_batch_tokens,
+        memory=free_bytes(),
+        engine_bytes=2.0 if config.generate.dtype == "bfloat16" else 4.0,
+        packs=on_cpu and config.generate.dtype == "float32",
+        cache_bytes=config.generate.cache_bytes,
+        whole_cache=not on_cpu,
+        half_products=config.train.compute_dtype == "bfloat16",
+    )
+
+
+def free_bytes() -> float:
+    """Memory of this machine that a new process can have."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _check_calibration(config: Config, shape: ModelShape, run: Measured) -> None:
+    """The pace of one model says nothing exact of another."""
+    if run.shape != shape:
+        raise UserError(
+            f"--calibrate {run.name} trained {run.shape.name}, and {shape.name} is planned: calibrate on a run of the "
+            "same model, a few steps will do"
+        )
+    if run.adapter != config.adapter.kind:
+        raise UserError(
+            f"--calibrate {run.name} has the adapter {run.adapter}, and {config.adapter.kind} is planned: calibrate on "
+            "a run with the same kind"
+        )
+
+
+# ---- time
+
+
+def _simulated(
+    resolved: Resolved, job: InProcessJob, workload: Workload, found: Pace, progress: Progress
+) -> tuple[Schedule, ...]:
+    """The recipe's schedule by the real scheduler, with its run_ahead and with others."""
+    own = resolved.config.schedule.run_ahead
+    run_aheads = sorted({*RUN_AHEADS, own})
+    words = [f"--{key}={value}" for key, value in times(resolved.config, job, workload, found).items()]
+    jobs = [
+        SweepJob({"schedule.run_ahead": f"{run_ahead:g}"}, [], settings.resolve(None, [*words, _ahead(run_ahead)]))
+        for run_ahead in run_aheads
+    ]
+    with progress(len(jobs)) as done:
+        runs = simulate(jobs, done)
+    return tuple(
+        _schedule(run_ahead, run.figures, job, own=run_ahead == own)
+        for run_ahead, run in zip(run_aheads, runs, strict=True)
+    )
+
+
+def _ahead(run_ahead: float) -> str:
+    return f"--schedule.run-ahead={run_ahead:g}"
+
+
+def _schedule(run_ahead: float, figures: Mapping[str, Any], job: InProcessJob, *, own: bool) -> Schedule:
+    rate = figures["throughput"]
+    return Schedule(
+        run_ahead=run_ahead,
+        own=own,
+        step_s=job.batch / rate,
+        tokens_per_s=rate * job.answers.mean,
+        mean_lag=figures["mean_lag"],
+        token_lag=figures["token_lag"],
+        trainer_idle=max(0.0, 1 - figures["trainer_utilization"]),
+        lanes_idle=max(0.0, 1 - figures["lane_utilization"]),
+    )
+
+
+def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) -> dict[str, Any]:
+    """Settings of the simulation of a recipe at a measured pace.
+
+    The first token of an answer comes out of its prompt's pass, and a prompt is computed once for its group.
+    """
+    answers, kv_bytes = job.answers, job.shape.kv_bytes_per_token(job.engine_bytes)
+    later = max(0.0, answers.mean - 1) / answers.mean
+    values = {
+        "run.seed": config.run.seed,
+        "run.steps": STEPS,
+        "generate.lanes": job.lanes,
+        "schedule.batch_size": job.batch,
+        "schedule.group_size": job.group,
+        "simulate.engine": "roofline",
+        "simulate.lengths": workload.lengths,
+        "simulate.mean_length": workload.mean,
+        "simulate.longest": workload.longest,
+        "simulate.overhead_s": later * found.pass_s,
+        "simulate.rollout_s": later * found.row_s,
+        "simulate.weight_bytes": 1.0,  # read in pass_s
+        "simulate.kv_bytes_per_token": kv_bytes,
+        "simulate.bandwidth_bytes_per_s": kv_bytes / (later * found.cached_s) if found.cached_s else 1e18,
+        "simulate.prompt_tokens": answers.prompt,
+        "simulate.train_time": train_step_s(config, job, found),
+        "simulate.sync_time": found.sync_s,
+        "simulate.score_time": found.score_s,
+        "simulate.engine_slowdown": found.engine_slowdown,
+        "simulate.trainer_slowdown": found.trainer_slowdown,
+        "simulate.skip_steps": SKIPPED,
+    }
+    if found.prefill_s:
+        values["simulate.prefill_tokens_per_s"] = job.group / found.prefill_s
+    return values
+
+
+def train_step_s(config: Config, job: InProcessJob, found: Pace) -> float:
+    """Of a batch, alone: passes over its tokens, optimizer steps, and what the trainer does beside them."""
+    answers = job.answers
+    prompts = job.batch / job.group
+    tokens = job.batch * answers.mean + prompts * answers.prompt
+    square = fmean(length * length for length in answers.lengths)
+    pairs = job.batch * (answers.mean * answers.prompt + square / 2) + prompts * answers.prompt**2 / 2
+    updates = config.train.optimizer_steps * config.train.passes
+    trained = 2.0 if job.models.adapter_params is not None else 3.0
+    passes = config.train.passes * trained + job.models.reference + named_objective(config).needs_proximal(updates)
+    if job.models.critic:
+        passes += 3.0 * config.train.passes + 1.0
+    return train_flops(job.shape, tokens, pairs, passes) / found.rate + updates * found.update_s + found.rest_s
+
+
+# ---- measured
+
+
+def _decode_points(runs: Sequence[Measured]) -> tuple[tuple[float, float, float], ...]:
+    """Of passes of like size that had the machine to themselves: rollouts, tokens in their caches, and seconds."""
+    rows = [row for run in runs for row in run.work if row["kind"] == "pass" and row["share"] == 1.0]
+    alone = [row for row in rows if not row["prefill"]]
+    return tuple((row["rows"] / row["num"], row["cached"] / row["num"], row["seconds"] / row["num"]) for row in alone)
+
+
+def _beside(run: Measured) -> Beside:
+    evaluated = [
+        event.at_s
+        for event in run.run.events
+        if event.kind == "evaluated" or (event.kind == "started" and event.fields.get("evaluation"))
+    ]
+    steps = [
+        row["step_s"]
+        for row in run.run.steps[1:]
+        if not any(row["at_s"] - row["step_s"] <= at_s <= row["at_s"] for at_s in evaluated)
+    ]
+    if not steps:
+        raise UserError(f"{run.name}: every train step of it shares its time with an evaluation; give a longer run")
+    return Beside(run.name, max(row["peak_memory_bytes"] for row in run.run.work), fmean(steps), len(steps))
