@@ -434,7 +434,7 @@ def _plan_here(
     if as_json:
         print(json.dumps(here_table.to_json(found), allow_nan=False))
     else:
-        here_table.show(found)
+        here_table.show(found, sys.stdout)
     if page:
         from headway.reports import here_page
 

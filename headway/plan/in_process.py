@@ -7,11 +7,12 @@ On a CPU memory is taken when it is first written, on a GPU the cache is taken a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.plan.activations import LOGIT_COPIES, logits_bytes, of_layer, of_model
 from headway.plan.lengths import Answers
-from headway.plan.memory import FRAGMENTATION, Line, Phase, Pool
+from headway.plan.memory import Line, Phase, Pool
 from headway.plan.shapes import ModelShape
 from headway.plan.states import Models
 
@@ -21,8 +22,15 @@ CACHE_BLOCK = 32
 PREFILL_TOKENS = 512
 """Of prompts in one pass of the engine (`generate.torch_engine.PREFILL_TOKENS`)."""
 
+SLACK = 0.2
+"""Of what comes and goes with every micro-batch, beside it: the C library's allocator keeps it in pieces that do not
+all fit what comes next. A fifth was seen with SmolLM2, in several runs.
+"""
+
 CPU_KERNELS = 130e6
-"""What oneDNN and torch each keep for the last 128 shapes of a product, about half a megabyte apiece."""
+"""What oneDNN and torch each keep for the last 128 shapes of a product, about half a megabyte apiece. Beside it engine
+and trainer each keep the scratch space of their widest product, which is the LM head's.
+"""
 
 OF_THE_PROGRAM = (50e6, 150e6)
 """Tokenizer, prompts, rollouts under way, and whatever libraries import when they are first used."""
@@ -96,11 +104,16 @@ def _at_work(job: InProcessJob) -> list[Line]:
         packed = 4.0 * job.shape.num_matrix_params
         lines.append(_exact("engine's weights, laid out", packed, "a copy that the processor reads fastest"))
     moving = [*_passing(job), _engine_pass(job)]
-    slack = FRAGMENTATION * sum(line.expected for line in (*moving, lines[1]))
-    lines += [_cache(job), *moving, Line("fragmentation", 0.0, slack, f"{FRAGMENTATION:.0%} of what comes and goes")]
+    slack = SLACK * sum(line.expected for line in (*moving, *_of_name(lines, "gradients")))
+    lines += [_cache(job), *moving, Line("fragmentation", 0.0, slack, f"{SLACK:.0%} of what comes and goes")]
     if job.packs:
-        lines.append(Line("kernels", 0.0, CPU_KERNELS, "of the last 128 shapes of a product"))
+        scratch = CPU_KERNELS + 2 * 4.0 * job.shape.embedding_params
+        lines.append(Line("products", 0.0, scratch, "kernels for 128 shapes, and room to lay out the widest weights"))
     return [*lines, Line("the program", *OF_THE_PROGRAM, "tokenizer, prompts, rollouts under way")]
+
+
+def _of_name(lines: Sequence[Line], name: str) -> list[Line]:
+    return [line for line in lines if line.name == name]
 
 
 def _passing(job: InProcessJob) -> list[Line]:

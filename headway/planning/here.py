@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -61,8 +60,7 @@ def plan(
     if config.model.path is None:
         raise UserError("which model? headway plan RECIPE, or headway plan --model MODEL --gpu GPU --num-gpus N")
     shape = find_model(config.model.path)
-    assumed = {key: ASSUMED[key] for key in ("simulate.lengths", "simulate.prompt_tokens")}
-    workload = Workload(resolved, _options(options, run), {**assumed, "generate.lanes": config.generate.lanes})
+    workload = _workload(resolved, options, run)
     job = _job(config, shape, workload)
     runs = [measured(folder) for folder in calibrate]
     found = pace(runs) if runs else None
@@ -93,12 +91,14 @@ def _resolved(source: Path | None, run: Measured | None, model: str | None, over
     return resolved
 
 
-def _options(options: Options, run: Measured | None) -> Options:
-    """Of a run the length of prompts is known."""
-    if run is None or options.prompt_tokens is not None:
-        return options
+def _workload(resolved: Resolved, options: Options, run: Measured | None) -> Workload:
+    """Of a run lengths of prompts are known."""
+    assumed = {key: ASSUMED[key] for key in ("simulate.lengths", "simulate.prompt_tokens")}
+    assumed["generate.lanes"] = resolved.config.generate.lanes
+    if run is None:
+        return Workload(resolved, options, assumed)
     prompts = [event["prompt_tokens"] for event in run.run.events if event.kind == "generated"]
-    return replace(options, prompt_tokens=str(round(fmean(prompts))) if prompts else None)
+    return Workload(resolved, options, {**assumed, "simulate.prompt_tokens": fmean(prompts)}, "measured")
 
 
 def _job(config: Config, shape: ModelShape, workload: Workload) -> InProcessJob:

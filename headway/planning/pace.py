@@ -24,6 +24,9 @@ from headway.types import UserError
 ENOUGH_STEPS = 3
 """Train steps that a run must have for its pace to be known: one of them is left out."""
 
+ENOUGH_ALONE = 4
+"""Pieces of work of a kind that had the machine to themselves, to know how long one takes."""
+
 Work = dict[str, Any]
 """A row of `headway.work.WorkLog.take`."""
 
@@ -132,7 +135,7 @@ def _rate(run: Measured, rows: Sequence[Work]) -> float:
 def _alone(rows: Sequence[Work]) -> list[Work]:
     """What was done alone; if there is too little of that, all, as if two that share take twice as long."""
     alone = [row for row in rows if row["share"] == 1.0]
-    if sum(row["num"] for row in alone) >= 0.05 * sum(row["num"] for row in rows):
+    if sum(row["num"] for row in alone) >= max(ENOUGH_ALONE, 0.05 * sum(row["num"] for row in rows)):
         return alone
     return [{**row, "seconds": row["seconds"] * row["share"]} for row in rows]
 

@@ -174,11 +174,18 @@ def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumpti
 class Workload:
     """Sizes of batches and answers: those of the recipe and the command line, and assumed ones for the rest.
 
-    assumed: by key; what it lacks is as a run would have it. lanes_said: whether somebody did.
+    assumed: by key; what it lacks is as a run would have it; origin: where all that is from. lanes_said: whether
+    somebody did.
     """
 
-    def __init__(self, resolved: Resolved, options: Options, assumed: Mapping[str, object] = ASSUMED) -> None:
-        self._resolved, self._assumed = resolved, assumed
+    def __init__(
+        self,
+        resolved: Resolved,
+        options: Options,
+        assumed: Mapping[str, object] = ASSUMED,
+        origin: str = "assumed",
+    ) -> None:
+        self._resolved, self._assumed, self._origin = resolved, assumed, origin
         self.assumptions: list[Assumption] = []
         self.batch = int(self._value("schedule.batch_size"))
         self.group = int(self._value("schedule.group_size"))
@@ -198,7 +205,7 @@ class Workload:
         origin = self._resolved.origins[key]
         if origin == "default":
             usual = self._assumed.get(key, self._resolved.config.setting(key))
-            value, origin = (usual if assumed is None else assumed), "assumed"
+            value, origin = (usual if assumed is None else assumed), self._origin
         else:
             value = self._resolved.config.setting(key)
         self.assumptions.append(Assumption(key, value, origin))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -19,7 +18,7 @@ SAID = (
 )
 
 
-def show(plan: HerePlan, stream: TextIO = sys.stdout) -> None:
+def show(plan: HerePlan, stream: TextIO) -> None:
     """Print it for people; into a file without colours and at a fixed width."""
     console = plan_table.console_of(stream)
     console.print(headline(plan), style="bold")

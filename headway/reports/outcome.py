@@ -27,7 +27,7 @@ def outcome(run: RunRecord) -> dict[str, Any]:
     right result counted wherever the answer holds it, None where the scorer can't say); trust: of the last `last_steps`
     what was measured of mismatch KL (k3), canary KL (k3), effective sample size and entropy, and the entropy of the
     first step; alarms: in words; unsound: what objective.unsound overrode; lags, lengths and goodput: as
-    `summary.summarise`.
+    `summary.summarise`; peak_memory_bytes: beside libraries, absent where it was not measured.
     """
     figures: dict[str, Any] = {
         "ended": run.ended,
@@ -48,6 +48,8 @@ def outcome(run: RunRecord) -> dict[str, Any]:
         "alarms": [alarms.in_words(alarm, len(run.steps)) for alarm in run.alarms],
         "unsound": run.unsound,
     }
+    if memory := [row["peak_memory_bytes"] for row in run.steps if row.get("peak_memory_bytes")]:
+        figures["peak_memory_bytes"] = max(memory)
     ends = reward_ends(run)
     if ends:
         figures |= {"reward_first": ends[0], "reward_last": ends[1]}
@@ -107,6 +109,8 @@ def describe(figures: dict[str, Any]) -> str:
     lines += _describe_greedy(figures["greedy"])
     lines += _describe_trust(figures["trust"], figures["last_steps"])
     lines += goodput_table.lines(figures["goodput"], (figures["trained_length"], figures["started_length"]))
+    if "peak_memory_bytes" in figures:
+        lines.append(f"peak memory      {figures['peak_memory_bytes'] / 1e9:.2f} GB, beside libraries")
     lines += [f"warning: {alarm}" for alarm in figures["alarms"]]
     lines += [f"warning: unsound, and trained all the same: {reason}" for reason in figures["unsound"]]
     return "\n".join(lines)

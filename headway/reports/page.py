@@ -121,8 +121,14 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("token budget", run.setting("generate.max_new_tokens")),
         ("temperature", run.setting("generate.temperature")),
         ("seed", header.get("seed")),
+        ("peak memory", _memory(run)),
     ]
     return [(label, str(value)) for label, value in facts if value is not None]
+
+
+def _memory(run: RunRecord) -> str | None:
+    peaks = [row["peak_memory_bytes"] for row in run.steps if row.get("peak_memory_bytes")]
+    return f"{max(peaks) / 1e9:.2f} GB" if peaks else None
 
 
 def _order(header: Mapping[str, Any]) -> str | None:

@@ -63,7 +63,7 @@ def test_each_line_of_a_training_gpu_by_hand():
     assert (states["master weights"], states["Adam's moments"]) == (4 * share, 8 * share)
     layer = QWEN.layers[0].num_params(3584)
     assert states["gathered layers"] == 2 * (2 * layer + 2 * QWEN.embedding_params) + 2 * layer
-    assert states["logits"] == 3 * 4 * 8_000_000
+    assert states["logits"] == 3 * 4 * 64_000_000
     coming = states["activations"] + states["logits"] + states["gathered layers"]
     assert states["fragmentation"] == pytest.approx(0.05 * coming)
     assert states["trainer overhead"] == TRAINER_OVERHEAD[1]

@@ -25,7 +25,8 @@ def test_what_nobody_says_is_assumed_and_listed():
         *(("grpo", "assumed"), ("mixed", "assumed")),
         ("weights", "assumed"),
     )
-    assert {origin for _, origin in found.values()} == {"assumed"}
+    assert found["prepare.micro_batch_tokens"] == ("chosen", "planned")
+    assert {origin for _, origin in found.values()} == {"assumed", "planned"}
 
 
 def test_what_is_said_is_taken():
