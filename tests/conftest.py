@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from headway import cli
 from headway.models.policy import Policy
 from tests import runs, tiny
 
@@ -36,3 +39,23 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "grader.py").write_text(runs.GRADER)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def headway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[object, str, str]]:
+    """The command, in a folder of its own -> exit status, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["headway", *words])
+        status: object = 0
+        try:
+            cli.main()
+        except SystemExit as ending:
+            status = ending.code
+        said = capsys.readouterr()
+        return status or 0, said.out, said.err
+
+    return call

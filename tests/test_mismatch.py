@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from headway import cli
 from headway import run as real
 from headway.checkpoint import newest_checkpoint
 from headway.mismatch.figures import measure
@@ -538,27 +536,9 @@ def test_a_runs_newest_weights_and_its_sampling_are_probed(model_folder, working
 # ---- the command
 
 
-@pytest.fixture
-def headway(tmp_path, monkeypatch, capsys):
-    """The command, in a folder of its own -> exit status, standard output and standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headway", "mismatch", *words])
-        status: object = 0
-        try:
-            cli.main()
-        except SystemExit as ending:
-            status = ending.code
-        said = capsys.readouterr()
-        return status or 0, said.out, said.err
-
-    return call
-
-
 def test_the_command_prints_a_table_and_leaves_figures_and_a_page(headway, model_folder, tmp_path):
     words = ("--model", str(model_folder), "--batch", "8", "--new-tokens", "8", "--quantize", "int4", *QUIETLY)
-    status, out, err = headway(*words, "--json", "probe.json", "--page", "probe.html")
+    status, out, err = headway("mismatch", *words, "--json", "probe.json", "--page", "probe.html")
     assert status == 0, err
     assert "quantised weights (int4)" in err, "what is being measured"
     figures = json.loads((tmp_path / "probe.json").read_text())
@@ -577,19 +557,19 @@ def test_the_command_prints_a_table_and_leaves_figures_and_a_page(headway, model
 
 
 def test_answers_of_one_token_meet_no_new_weights(headway, model_folder):
-    status, out, err = headway("--model", str(model_folder), "--batch", "2", "--new-tokens", "1", *QUIETLY)
+    status, out, err = headway("mismatch", "--model", str(model_folder), "--batch", "2", "--new-tokens", "1", *QUIETLY)
     assert status == 0, err
     assert "stale cache after an update: not measured, the answers are too short to meet new weights" in out
 
 
 def test_one_answer_is_enough(headway, model_folder):
-    status, out, err = headway("--model", str(model_folder), "--batch", "1", "--new-tokens", "8", *QUIETLY)
+    status, out, err = headway("mismatch", "--model", str(model_folder), "--batch", "1", "--new-tokens", "8", *QUIETLY)
     assert status == 0, err
     assert "not measured" not in out
 
 
 def test_an_error_of_the_command_is_one_line(headway):
-    status, _, err = headway("--model", "no-such-model")
+    status, _, err = headway("mismatch", "--model", "no-such-model")
     assert status == 2
     assert err.splitlines()[-1].startswith("headway: there is no model folder no-such-model")
 
@@ -599,10 +579,10 @@ def test_an_error_of_the_command_is_one_line(headway):
     [("--engine-dtpye", "--engine-dtype"), ("--quantise=int8", "--quantize"), ("--prompt", "--prompts")],
 )
 def test_a_misspelt_option_is_taken_for_no_setting(headway, given, meant):
-    status, _, err = headway("--model", "m", given, "x")
+    status, _, err = headway("mismatch", "--model", "m", given, "x")
     assert (status, err) == (2, f"headway: unknown option {given.partition('=')[0]}; did you mean {meant}?\n")
 
 
 def test_a_file_that_can_not_be_written_is_said_before_anything_is_measured(headway):
-    status, _, err = headway("--model", "m", "--json", "no-such-folder/probe.json")
+    status, _, err = headway("mismatch", "--model", "m", "--json", "no-such-folder/probe.json")
     assert (status, err) == (2, "headway: --json no-such-folder/probe.json: there is no folder no-such-folder\n")

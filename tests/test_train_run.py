@@ -45,14 +45,46 @@ def test_a_run_leaves_its_whole_folder(working_folder: Path, model_folder: Path)
         "metrics.jsonl",
         "rollouts.jsonl",
         "evaluations.jsonl",
+        "work.jsonl",
         "checkpoints",
         "model",
     }
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["version-00000002", "version-00000004"]
     check_metrics(rows(out / "metrics.jsonl"))
+    check_work(rows(out / "work.jsonl"), rows(out / "metrics.jsonl"), rows(out / "trace.jsonl"))
     check_rollouts(rows(out / "rollouts.jsonl"))
     check_model(out, model_folder)
     assert config.resolve(out / "config.toml").config.data.size == 12
+
+
+def check_work(
+    work: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]
+) -> None:
+    """Every row that was trained is in it, every token that was decoded (the last one of an answer is not, and its
+    first comes out of the prompt), and memory only grows.
+    """
+    assert [row["version"] for row in work] == [1, 2, 3, 4]
+    assert all(row["device"] == "cpu" and row["cores"] == 1 for row in work)
+    packed = [row["packed_rows"] for row in metrics if "packed_rows" in row]
+    assert [total(row["work"], "train", "tokens") for row in work] == packed
+    assert all(total(row["work"], "update", "num") == 1 for row in work)
+    decoded = sum(total(row["work"], "pass", "rows") for row in work)
+    ended = [event for event in trace if event["kind"] == "generated" and event["at_s"] <= trained_s(trace)]
+    assert decoded >= sum(event["tokens"] - 1 for event in ended) > 0
+    assert all(each["seconds"] > 0 for row in work for each in row["work"])
+    peaks = [row["peak_memory_bytes"] for row in work]
+    assert peaks == sorted(peaks)
+    assert peaks[0] > 0
+    assert [row["peak_memory_bytes"] for row in metrics if "packed_rows" in row] == peaks
+
+
+def total(work: Sequence[dict[str, Any]], kind: str, name: str) -> int:
+    return sum(row[name] for row in work if row["kind"] == kind)
+
+
+def trained_s(trace: Sequence[dict[str, Any]]) -> float:
+    """When the last train step began."""
+    return max(event["at_s"] for event in trace if event["kind"] == "taken")
 
 
 def check_metrics(metrics: Sequence[dict[str, Any]]) -> None:

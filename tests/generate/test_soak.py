@@ -186,7 +186,7 @@ def soaked(num_tokens: int, num_stops: int, limit_s: float) -> tuple[Soak, list[
     ("num_tokens", "num_stops", "limit_s"),
     [
         pytest.param(TWO_HOURS // 360, 2, 300, id="20 seconds"),
-        pytest.param(TWO_HOURS // 4, 6, 1800, id="half an hour", marks=pytest.mark.slow),
+        pytest.param(TWO_HOURS // 8, 4, 1800, id="a quarter of an hour", marks=pytest.mark.slow),
         pytest.param(TWO_HOURS, 12, 3600, id="two hours", marks=pytest.mark.soak),
     ],
 )

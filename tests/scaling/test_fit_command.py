@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from headway import cli
 from headway.scaling.curve import Sigmoid
 from tests.scaling.curves import START, noisy, published, spaced, write_table
 
@@ -17,28 +17,16 @@ NAMES = ("--x", "gpu_hours", "--y", "pass_rate")
 
 
 @pytest.fixture
-def headway(tmp_path, monkeypatch, capsys):
-    """The command, in a folder of its own with two learning curves -> exit status, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
+def fit(headway, tmp_path):
+    """`headway fit` in a folder of its own with two learning curves -> exit status, standard output, standard error."""
     write_table(tmp_path / "scale.csv", published("8B ScaleRL", 1), "gpu_hours", "pass_rate")
     weaker = noisy(Sigmoid(START, 0.52, 1.92, 2542), [0.0, *spaced(1500, 16_000, 20)], seed=2)
     write_table(tmp_path / "weaker.csv", weaker, "gpu_hours", "pass_rate")
-
-    def call(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headway", "fit", *words])
-        status: object = 0
-        try:
-            cli.main()
-        except SystemExit as ending:
-            status = ending.code
-        said = capsys.readouterr()
-        return status or 0, said.out, said.err
-
-    return call
+    return partial(headway, "fit")
 
 
-def test_a_table_of_parameters_and_what_they_foretell(headway):
-    status, out, err = headway("scale.csv", *NAMES, "--at", "50000")
+def test_a_table_of_parameters_and_what_they_foretell(fit):
+    status, out, err = fit("scale.csv", *NAMES, "--at", "50000")
     assert (status, err) == (0, "")
     rows = {" ".join(line.split()[:2]): line for line in out.splitlines() if line.strip()}
     assert out.startswith("pass_rate over gpu_hours")
@@ -48,29 +36,29 @@ def test_a_table_of_parameters_and_what_they_foretell(headway):
     assert "95 % intervals" in out
 
 
-def test_what_is_not_determined_is_no_number(headway, tmp_path):
+def test_what_is_not_determined_is_no_number(fit, tmp_path):
     truth = Sigmoid(START, 0.61, 1.92, 2542)
     write_table(tmp_path / "early.csv", noisy(truth, [0.0, *spaced(100, 900, 20)], seed=1, noise=0.002))
-    status, out, _ = headway("early.csv")
+    status, out, _ = fit("early.csv")
     assert status == 0
     assert "not determined [" in next(line for line in out.splitlines() if line.startswith("asymptote A"))
     assert "no plateau in sight: the midpoint may lie beyond compute 900" in " ".join(out.split())
-    figures = json.loads(headway("early.csv", "--json")[1])["fits"][0]
+    figures = json.loads(fit("early.csv", "--json")[1])["fits"][0]
     assert figures["asymptote"]["value"] is None
     assert figures["asymptote"]["high"] is None
     assert "no plateau in sight" in figures["asymptote"]["why"]
 
 
-def test_several_curves_stand_side_by_side_and_are_compared(headway):
-    status, out, _ = headway("scale.csv", "weaker.csv", *NAMES)
+def test_several_curves_stand_side_by_side_and_are_compared(fit):
+    status, out, _ = fit("scale.csv", "weaker.csv", *NAMES)
     assert status == 0
     said = " ".join(out.split())
     assert "weaker.csv ends lower than scale.csv: A of weaker.csv less that of scale.csv is -0.0" in said
     assert "can't tell whether scale.csv or weaker.csv rises more steeply" in said
 
 
-def test_json(headway):
-    status, out, _ = headway("scale.csv", "weaker.csv", *NAMES, "--json", "--skip", "10%", "--until", "60%")
+def test_json(fit):
+    status, out, _ = fit("scale.csv", "weaker.csv", *NAMES, "--json", "--skip", "10%", "--until", "60%")
     assert status == 0
     figures = json.loads(out)
     one = figures["fits"][0]
@@ -80,8 +68,8 @@ def test_json(headway):
     assert figures["comparisons"][0]["differences"][0]["parameter"] == "asymptote"
 
 
-def test_a_page(headway, tmp_path):
-    status, out, _ = headway("scale.csv", "weaker.csv", *NAMES, "--skip", "10%", "--until", "60%", "--page", "fit.html")
+def test_a_page(fit, tmp_path):
+    status, out, _ = fit("scale.csv", "weaker.csv", *NAMES, "--skip", "10%", "--until", "60%", "--page", "fit.html")
     assert (status, out.splitlines()[-1]) == (0, "page: fit.html")
     page = (tmp_path / "fit.html").read_text()
     text = page.split('<script type="application/json" id="figures">')[1].split("</script>")[0]
@@ -96,9 +84,9 @@ def test_a_page(headway, tmp_path):
     assert "weaker.csv ends lower than scale.csv" in page.split("<figure>")[0]
 
 
-def test_what_a_file_is_called_is_no_part_of_the_page(headway, tmp_path):
+def test_what_a_file_is_called_is_no_part_of_the_page(fit, tmp_path):
     (tmp_path / "scale.csv").rename(tmp_path / "<b>a.csv")
-    assert headway("<b>a.csv", *NAMES, "--page", "fit.html")[0] == 0
+    assert fit("<b>a.csv", *NAMES, "--page", "fit.html")[0] == 0
     assert "<b>a.csv" not in (tmp_path / "fit.html").read_text()
 
 
@@ -119,8 +107,8 @@ def test_what_a_file_is_called_is_no_part_of_the_page(headway, tmp_path):
         (("scale.csv", "--page", "no/fit.html"), "--page no/fit.html: there is no folder no"),
     ],
 )
-def test_bad_input_is_one_line(headway, words, said):
-    status, out, err = headway(*words)
+def test_bad_input_is_one_line(fit, words, said):
+    status, out, err = fit(*words)
     assert (status, out) == (2, "")
     assert err.startswith("headway: ")
     assert err.count("\n") == 1
