@@ -18,11 +18,13 @@ from headway.types import Rollout
 class MicroBatch:
     """What one forward and backward pass takes: whole rollouts, or whole groups where a term compares pairs.
 
-    Trained token n is predicted by `rows.row_N[n]` and is `tokens.*_N[n]` to the objective.
+    Trained token n is predicted by `rows.row_N[n]` and is `tokens.*_N[n]` to the objective. filler: it is passed over
+    though no token of it counts, since other ranks make a pass meanwhile.
     """
 
     rows: Rows
     tokens: Tokens
+    filler: bool = False
 
     @property
     def empty(self) -> bool:

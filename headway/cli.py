@@ -18,6 +18,7 @@ from headway.planning import request as planned
 from headway.types import UserError, did_you_mean, nearest
 
 if TYPE_CHECKING:
+    from headway.plan.here import HerePlan
     from headway.scaling.fit import Asked
 
 app = typer.Typer(
@@ -406,45 +407,60 @@ def plan(
     if page and page == write:
         raise UserError(f"--page and --write are both {page}; give them different names")
     if gpu is None and (recipe or model is None):
-        _plan_here(context, options, model, recipe, overrides, calibrate or [], page, as_json=as_json)
+        found = _planned_here(context, options, model, recipe, overrides, calibrate or [])
+        _show_here(found, write, page, as_json=as_json)
     else:
         asked = planned.request(options, model, recipe, overrides, calibrate or [])
         _plan(asked, write, page, quick=quick, as_json=as_json)
 
 
-def _plan_here(
+def _planned_here(
     context: typer.Context,
     options: planned.Options,
     model: str | None,
     recipe: Path | None,
     overrides: list[str],
     calibrate: list[Path],
-    page: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+) -> HerePlan:
     from headway.planning import here
-    from headway.reports import here_table
     from headway.reports.sweep_table import progress
 
     for name in _OF_GPUS:
         if context.params[name] not in (None, False):
             raise UserError(f"--{name.replace('_', '-')} is for a plan on GPUs: leave it out, or name them by --gpu")
-    found = here.plan(recipe, options, model, overrides, calibrate, progress)
+    return here.plan(recipe, options, model, overrides, calibrate, progress)
+
+
+def _show_here(found: HerePlan, write: Path | None, page: Path | None, *, as_json: bool) -> None:
+    from headway.reports import here_table
+
     if as_json:
         print(json.dumps(here_table.to_json(found), allow_nan=False))
     else:
         here_table.show(found, sys.stdout)
+    if write:
+        from headway.planning.recipe import of_process
+
+        if found.chosen is None:
+            raise UserError(
+                f"--write {write}: without --calibrate RUN no schedule was simulated, nor is one recommended"
+            )
+        write.write_text(of_process(found, found.chosen), encoding="utf-8")
+        _say_where("recipe", write, as_json=as_json)
     if page:
         from headway.reports import here_page
 
         here_page.write(page, found)
-        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
+        _say_where("page", page, as_json=as_json)
+
+
+def _say_where(what: str, path: Path, *, as_json: bool) -> None:
+    print(f"{what}: {path}", file=sys.stderr if as_json else sys.stdout)
 
 
 _OF_GPUS = (
     *("num_gpus", "algorithm", "kl", "lora_rank", "nominal", "precision", "zero", "tensor", "pipeline", "expert"),
-    *("engine_tensor", "whole_logits", "no_checkpointing", "offload", "usable", "sleep", "price", "quick", "write"),
+    *("engine_tensor", "whole_logits", "no_checkpointing", "offload", "usable", "sleep", "price", "quick"),
     *("bandwidth_efficiency", "prefill_efficiency", "training_efficiency", "link_efficiency", "step_overhead"),
 )
 """Options of `headway plan` that do nothing for a run in one process, whose recipe says all of it."""
@@ -461,15 +477,17 @@ def _plan(asked: planned.Request, write: Path | None, page: Path | None, *, quic
     else:
         plan_table.show(found, sys.stdout)
     if write:
+        from headway.planning.recipe import of_candidate
+
         if found.chosen is None:
             raise UserError(f"--write {write}: nothing fits, so there is no schedule to write")
-        write.write_text(choose.recipe(found.request, found.chosen), encoding="utf-8")
-        print(f"recipe: {write}", file=sys.stderr if as_json else sys.stdout)
+        write.write_text(of_candidate(found.request, found.chosen), encoding="utf-8")
+        _say_where("recipe", write, as_json=as_json)
     if page:
         from headway.reports import plan_page
 
         plan_page.write(page, found, choose.chosen_timeline(found))
-        print(f"page: {page}", file=sys.stderr if as_json else sys.stdout)
+        _say_where("page", page, as_json=as_json)
 
 
 @app.command(context_settings=_OVERRIDES, epilog=_keys_help(PROBED), options_metavar="[OPTIONS]")

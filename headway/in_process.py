@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -39,7 +40,7 @@ from headway.train.critic import LocalCritic
 from headway.train.local import LocalTrainer
 from headway.train.step import StepResult, train_step
 from headway.types import Prompt, Rollout, ScoredRollout, UserError
-from headway.work import peak_resident_bytes
+from headway.work import forget_peak, peak_resident_bytes
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ def compose(config: Config, objective: Objective, checkpoint: Checkpoint | None,
     """
     if config.model.path is None:
         raise UserError("model.path is not set: give a local Hugging Face folder, or package:NAME, or a hub id")
+    forget_peak()
     memory_before = peak_resident_bytes()
     say("reading the prompts")
     split = split_items(load_items(config.data, config.run.seed), config.data, config.evaluate, config.run.seed)
@@ -345,6 +347,8 @@ class InProcessStages:
             prefill_tokens=config.generate.prefill_tokens,
         )
         self._num_preempted = 0
+        self._trainer_s = 0.0
+        self._engine_work: list[dict[str, Any]] = []
         self._canaries = Canaries(self._engine, parts.source, canaries)
         self._episodes = Episodes(
             self._engine, parts.source, parts.held_out, parts.sampling, parts.evaluation, config.run.seed
@@ -393,7 +397,7 @@ class InProcessStages:
             await self._engine.sleep(weights=self._sleep == "weights")
         cache, batch = await asyncio.gather(
             self._cache_metrics(sum(map(len, groups))),
-            self._on_trainer_thread(lambda: self._prepare(groups, version, canaries)),
+            self._on_trainer_thread(lambda: self._timed(lambda: self._prepare(groups, version, canaries))),
         )
         return replace(batch, metrics={**batch.metrics, **cache})
 
@@ -401,7 +405,7 @@ class InProcessStages:
         """Of the engine's cache since the step before: `cache_used`, the share of blocks that rollouts stood on in the
         fullest pass; `preempted_share`, how often a rollout gave way, per rollout of the batch.
         """
-        status = await self._engine.status()
+        status, self._engine_work = await asyncio.gather(self._engine.status(), self._engine.work())
         preempted, self._num_preempted = status.num_preempted - self._num_preempted, status.num_preempted
         return {
             "cache_used": status.blocks_most_used / status.blocks,
@@ -440,11 +444,11 @@ class InProcessStages:
                     train_policy=batch.version >= config.critic.value_warmup_steps,
                 )
 
-        result = await self._on_trainer_thread(step)
+        result = await self._on_trainer_thread(lambda: self._timed(step))
         self._keep_rollouts(batch, result)
         weights = parts.trainer.weights()
         memory = self._peak_memory_bytes()
-        await self._keep_work(batch.version + 1, memory)
+        self._keep_work(batch.version + 1, memory)
         metrics = {**result.metrics, **_sizes(parts.trainer_policy, weights), "peak_memory_bytes": memory}
         if config.model.parity == "bitwise":
             recomputed = config.schedule.in_flight == "recompute"
@@ -458,7 +462,8 @@ class InProcessStages:
             return torch.cuda.max_memory_allocated(device)
         return peak_resident_bytes() - self._parts.memory_before
 
-    async def _keep_work(self, version: int, memory: int) -> None:
+    def _keep_work(self, version: int, memory: int) -> None:
+        """Of the engine up to when the batch was prepared. trainer_s: on the trainer's thread, for this batch."""
         parts = self._parts
         logs = [parts.trainer.log, *([parts.critic.log] if parts.critic else [])]
         self._folder.work(
@@ -467,9 +472,11 @@ class InProcessStages:
                 "device": device_name(parts.trainer_policy.device),
                 "cores": _num_threads(parts.config),
                 "peak_memory_bytes": memory,
-                "work": [*await self._engine.work(), *(row for log in logs for row in log.take())],
+                "trainer_s": self._trainer_s,
+                "work": [*self._engine_work, *(row for log in logs for row in log.take())],
             }
         )
+        self._trainer_s = 0.0
 
     def _keep_rollouts(self, batch: Batch, result: StepResult) -> None:
         wanted = min(self._parts.config.report.rollouts_per_step, len(batch.rollouts))
@@ -535,6 +542,13 @@ class InProcessStages:
 
     async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, work)
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self._trainer_s += time.perf_counter() - began
 
     async def close(self) -> None:
         await self._canaries.close()

@@ -237,10 +237,11 @@ class Trainer(Protocol):
         """Every trained token under the current weights, or under the frozen reference, without gradients."""
         ...
 
-    def forward_backward(self, rows: Any, loss: Callable[[Any], Any]) -> ForwardResult:
+    def forward_backward(self, rows: Any, loss: Callable[[Any], Any], *, last: bool = True) -> ForwardResult:
         """Add the gradient of `loss(logp_N)`, a scalar tensor; gradients accumulate until `optim_step`.
 
-        logp_N comes with its gradient, on the trainer's device.
+        logp_N comes with its gradient, on the trainer's device. last: no other pass comes before `optim_step`, so those
+        who train together may add up their gradients now.
         """
         ...
 

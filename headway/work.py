@@ -9,8 +9,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -18,8 +19,16 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held at once since it began, its libraries included."""
+    """The most memory that this process has held at once, its libraries included: since `forget_peak` where the system
+    can forget (Linux), else since it began.
+    """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+
+
+def forget_peak() -> None:
+    """What the process held before counts no longer."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 @dataclass
@@ -32,8 +41,8 @@ class _Sums:
 class WorkLog:
     """Of one worker, written and read on its own thread.
 
-    kind: what was done; share: of the machine's cores that it had then, below 1 while another worked beside it;
-    amounts: what its time depends on.
+    kind: what was done ("wait": nothing was); share: of the machine's cores that it had then, below 1 while another
+    worked beside it; amounts: what its time depends on.
     """
 
     def __init__(self) -> None:

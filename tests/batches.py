@@ -108,9 +108,9 @@ class Counted:
         self.calls["reference" if reference else "forward"] += 1
         return self.inner.forward(rows, reference=True) if reference else self.inner.forward(rows)
 
-    def forward_backward(self, rows: Rows, loss: Any) -> Any:
+    def forward_backward(self, rows: Rows, loss: Any, **options: Any) -> Any:
         self.calls["forward_backward"] += 1
-        return self.inner.forward_backward(rows, loss)
+        return self.inner.forward_backward(rows, loss, **options)
 
     def optim_step(self) -> Any:
         self.calls["optim_step"] += 1

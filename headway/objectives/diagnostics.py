@@ -13,7 +13,7 @@ ranks nor the order in which they come change any of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,18 @@ class MismatchDiagnostics:
         self._measured: dict[str, list[Tensor]] = {name: [] for name in _MEASURED}
         self._seen: dict[str, list[Tensor]] = {name: [] for name in _SEEN}
         self._acted: dict[str, list[Tensor]] = {}
+
+    @staticmethod
+    def joined(parts: Sequence[MismatchDiagnostics]) -> MismatchDiagnostics:
+        """Of tokens that were measured in several places, each in one of them."""
+        joined = MismatchDiagnostics()
+        for part in parts:
+            for whole, own in ((joined._measured, part._measured), (joined._seen, part._seen)):
+                for name, columns in own.items():
+                    whole[name] += columns
+            for reason, columns in part._acted.items():
+                joined._acted.setdefault(reason, []).extend(columns)
+        return joined
 
     def add(self, logp_N: Tensor, tokens: Tokens, entropy_N: Tensor | None = None, aux: TokenAux | None = None) -> None:
         """Measure the mismatch of one micro-batch's tokens, each of them once.

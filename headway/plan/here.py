@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from headway.plan.in_process import InProcessJob
 from headway.plan.memory import Pool
@@ -71,7 +74,9 @@ class Beside:
 @dataclass(frozen=True)
 class HerePlan:
     """budget: bytes that may be planned with; pace: None where no run was given to calibrate on; schedules: none
-    without it; own: that of the recipe; chosen: the recommended one; beside: None where a recipe was planned.
+    without it; own: that of the recipe; chosen: the recommended one; recipe: the file it was planned from; settings:
+    those of the command line, and simulation: those of its schedules' simulations, by key; beside: None where a recipe
+    was planned.
     """
 
     name: str
@@ -82,6 +87,9 @@ class HerePlan:
     pace: Pace | None
     decode: tuple[tuple[float, float, float], ...]
     schedules: tuple[Schedule, ...]
+    recipe: Path | None
+    settings: Mapping[str, Any]
+    simulation: Mapping[str, Any]
     beside: Beside | None
 
     @property

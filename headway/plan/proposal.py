@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headway.plan.communication import Route
 from headway.plan.lengths import Answers
@@ -34,7 +35,8 @@ class Request:
     """Everything a plan starts from.
 
     price: of one GPU for an hour, None where it was not said; engine_tensor: GPUs of an engine, None: the planner's
-    choice, and so of micro_batch_tokens; sleep: what a colocated engine gives back while the trainer trains.
+    choice, and so of micro_batch_tokens; settings: those of the command line, by key; sleep: what a colocated engine
+    gives back while the trainer trains.
     """
 
     shape: ModelShape
@@ -69,6 +71,7 @@ class Request:
     assumptions: tuple[Assumption, ...]
     model: str
     recipe: Path | None
+    settings: Mapping[str, Any]
 
     def jobs(self, num_generating: int, num_training: int) -> list[Job]:
         """One for each size of engine, the smallest first."""

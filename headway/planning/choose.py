@@ -8,13 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import tomlkit
-
 from headway.config import Resolved, resolve
 from headway.plan.laws import admitted_rate, largest_rate, mean_lag
 from headway.plan.proposal import Candidate, Figures, Layout, OtherBatch, Plan, Request, Times
 from headway.plan.states import state_bytes
-from headway.planning.candidates import curves, layouts, sync_bytes, times
+from headway.planning.candidates import curves, layouts, times
 from headway.reports.summary import Timeline, timeline
 from headway.reports.sweep_table import SweptRun
 from headway.simulation import simulate as simulate_one
@@ -343,22 +341,3 @@ def chosen_timeline(plan: Plan) -> Timeline | None:
     if plan.chosen is None or plan.chosen.figures is None:
         return None
     return timeline(simulate_one(_resolved(plan.request, plan.chosen).config))
-
-
-def recipe(request: Request, candidate: Candidate) -> str:
-    """The candidate as a recipe, for `headway simulate` and as a start for a run of its own."""
-    document = tomlkit.parse(request.recipe.read_text(encoding="utf-8")) if request.recipe else tomlkit.document()
-    values = {"model.path": request.model, **settings_of(request, candidate)}
-    values |= {"generate.max_new_tokens": int(request.longest)}
-    if request.recipe is None:
-        values |= {"run.steps": STEPS}
-    values |= {"prepare.micro_batch_tokens": int(candidate.layout.placed.job.micro_batch_tokens)}
-    if request.lora_rank is not None:
-        values |= {"adapter.kind": "lora", "adapter.rank": request.lora_rank}
-    for key, value in values.items():
-        section, name = key.split(".")
-        document.setdefault(section, tomlkit.table())[name] = value
-    document.add(tomlkit.comment(f"Planned for {request.hardware.num} x {request.hardware.gpu.title}:"))
-    document.add(tomlkit.comment(f"{candidate.layout.name}; {sync_bytes(request) / 1e9:.3g} GB of new weights a step."))
-    document.add(tomlkit.comment("The times in [simulate] are predicted, in seconds."))
-    return tomlkit.dumps(document)

@@ -21,7 +21,7 @@ from headway.plan.models import find_model
 from headway.plan.shapes import ModelShape
 from headway.plan.states import Models
 from headway.planning.pace import Measured, measured, pace, train_flops
-from headway.planning.request import ASSUMED, Options, Workload, adapter_params
+from headway.planning.request import ASSUMED, Options, Workload, adapter_params, said
 from headway.run import named_objective
 from headway.sweep import SweepJob, simulate
 from headway.types import UserError
@@ -66,7 +66,8 @@ def plan(
     found = pace(runs) if runs else None
     if found:
         _check_calibration(config, shape, runs[0])
-    schedules = _simulated(resolved, job, workload, found, progress) if found else ()
+    simulation = times(config, job, workload, found) if found else {}
+    schedules = _simulated(config, job, simulation, progress) if found else ()
     return HerePlan(
         name=run.name if run else str(source or config.model.path),
         job=job,
@@ -76,6 +77,9 @@ def plan(
         pace=found,
         decode=_decode_points(runs),
         schedules=schedules,
+        recipe=run.run.folder / "config.toml" if run else source,
+        settings=said(resolved),
+        simulation=simulation,
         beside=_beside(run) if run else None,
     )
 
@@ -150,12 +154,13 @@ def _check_calibration(config: Config, shape: ModelShape, run: Measured) -> None
 
 
 def _simulated(
-    resolved: Resolved, job: InProcessJob, workload: Workload, found: Pace, progress: Progress
+    config: Config, job: InProcessJob, simulation: Mapping[str, Any], progress: Progress
 ) -> tuple[Schedule, ...]:
     """The recipe's schedule by the real scheduler, with its run_ahead and with others."""
-    own = resolved.config.schedule.run_ahead
+    own = config.schedule.run_ahead
     run_aheads = sorted({*RUN_AHEADS, own})
-    words = [f"--{key}={value}" for key, value in times(resolved.config, job, workload, found).items()]
+    length = {"run.steps": STEPS, "simulate.skip_steps": SKIPPED}
+    words = [f"--{key}={value}" for key, value in {**simulation, **length}.items()]
     jobs = [
         SweepJob({"schedule.run_ahead": f"{run_ahead:g}"}, [], settings.resolve(None, [*words, _ahead(run_ahead)]))
         for run_ahead in run_aheads
@@ -195,7 +200,6 @@ def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) ->
     later = max(0.0, answers.mean - 1) / answers.mean
     values = {
         "run.seed": config.run.seed,
-        "run.steps": STEPS,
         "generate.lanes": job.lanes,
         "schedule.batch_size": job.batch,
         "schedule.group_size": job.group,
@@ -214,7 +218,6 @@ def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) ->
         "simulate.score_time": found.score_s,
         "simulate.engine_slowdown": found.engine_slowdown,
         "simulate.trainer_slowdown": found.trainer_slowdown,
-        "simulate.skip_steps": SKIPPED,
     }
     if found.prefill_s:
         values["simulate.prefill_tokens_per_s"] = job.group / found.prefill_s

@@ -7,7 +7,7 @@ out: kernels are made and memory is taken in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -87,23 +87,23 @@ def pace(runs: Sequence[Measured]) -> Pace:
             if mine != its:
                 raise UserError(f"--calibrate: {first.name} has the {what} {mine}, and {other.name} has {its}")
     work = [row for run in runs for row in run.work]
-    pass_s, row_s, cached_s, prefill_s = _decoding(first, [row for row in work if row["kind"] == "pass"])
-    alone = Pace(
-        pass_s=pass_s,
-        row_s=row_s,
-        cached_s=cached_s,
-        prefill_s=prefill_s,
-        rate=_rate(first, [row for row in work if row["kind"] in PASSES]),
+    decoding = _decoding(first, [row for row in work if row["kind"] == "pass"])
+    rate, trainer_slowdown = _rate(first, [row for row in work if row["kind"] in PASSES])
+    return Pace(
+        pass_s=decoding.pass_s,
+        row_s=decoding.row_s,
+        cached_s=decoding.cached_s,
+        prefill_s=decoding.prefill_s,
+        rate=rate,
         update_s=_mean_s(work, "update"),
         rest_s=fmean(_rest_s(run) for run in runs),
         sync_s=fmean(fmean(_recording(run).sync.seen_s.values()) for run in runs),
         score_s=fmean(_score_s(run) for run in runs),
-        engine_slowdown=1.0,
-        trainer_slowdown=1.0,
+        engine_slowdown=decoding.slowdown,
+        trainer_slowdown=trainer_slowdown,
         device=first.device,
         source=", ".join(run.name for run in runs),
     )
-    return _with_slowdowns(alone, first, work)
 
 
 PASSES = {"train": 3.0, "forward": 1.0, "critic train": 3.0, "critic forward": 1.0}
@@ -120,16 +120,20 @@ def passes_of(kind: str, adapter: str) -> float:
     return PASSES[kind] - (1.0 if kind == "train" and adapter != "none" else 0.0)
 
 
-def _rate(run: Measured, rows: Sequence[Work]) -> float:
-    """Operations a second, alone."""
-    alone = _alone(rows)
-    flops = sum(
-        train_flops(run.shape, row["tokens"], row["pairs"], passes_of(row["kind"], run.adapter)) for row in alone
-    )
-    seconds = sum(row["seconds"] for row in alone)
-    if not seconds:
+def _rate(run: Measured, rows: Sequence[Work]) -> tuple[float, float]:
+    """-> operations a second alone, and how many times as long passes take beside the engine."""
+    if not rows:
         raise UserError(f"--calibrate {run.name}: its trainer made no pass that was measured")
-    return flops / seconds
+
+    def flops(row: Work) -> float:
+        return train_flops(run.shape, row["tokens"], row["pairs"], passes_of(row["kind"], run.adapter))
+
+    alone, shared = _alone(rows), [row for row in rows if row["share"] < 1]
+    rate = sum(map(flops, alone)) / sum(row["seconds"] for row in alone)
+    if not shared:
+        return rate, TWICE
+    took_s, expected_s = sum(row["seconds"] for row in shared), sum(map(flops, shared)) / rate
+    return rate, min(TWICE, max(1.0, took_s / expected_s))
 
 
 def _alone(rows: Sequence[Work]) -> list[Work]:
@@ -137,42 +141,75 @@ def _alone(rows: Sequence[Work]) -> list[Work]:
     alone = [row for row in rows if row["share"] == 1.0]
     if sum(row["num"] for row in alone) >= max(ENOUGH_ALONE, 0.05 * sum(row["num"] for row in rows)):
         return alone
-    return [{**row, "seconds": row["seconds"] * row["share"]} for row in rows]
+    return [{**row, "seconds": row["seconds"] / (1.0 if row["share"] == 1.0 else TWICE)} for row in rows]
 
 
 VARIED = 3.0
 """Where some rollouts have so many times the context of others, what a cached token costs can be told from the rest."""
 
+ROUNDS = 30
+"""Of fitting passes and how much slower shared ones are, in turn; far more than it takes."""
 
-def _decoding(run: Measured, rows: Sequence[Work]) -> tuple[float, float, float, float]:
-    """-> seconds of a pass, and of these of a row, a cached token and a token of a prompt.
+
+@dataclass(frozen=True)
+class _Decoding:
+    """Seconds of a pass alone: constant, and of a row, a cached token and a token of a prompt in it; slowdown: beside
+    the trainer.
+    """
+
+    pass_s: float
+    row_s: float
+    cached_s: float
+    prefill_s: float
+    slowdown: float
+
+
+def _decoding(run: Measured, rows: Sequence[Work]) -> _Decoding:
+    """Least squares over all passes, those beside the trainer too, whose slowdown is fitted in turn with the rest.
 
     Where all contexts are of like length, a cached token is taken to cost what reading as many bytes of weights does.
+    On a CPU a row of a prompt takes as long as one of a rollout: both are arithmetic, which doesn't hide behind
+    reading.
     """
-    alone = _alone(rows)
-    contexts = [row["cached"] / row["rows"] for row in alone if row["rows"]]
-    if contexts and max(contexts) >= VARIED * min(contexts):
-        pass_s, row_s, cached_s, prefill_s = _fitted(alone, lambda row: row["num"], ("rows", "cached", "prefill"))
-        return pass_s, row_s, cached_s, prefill_s
-    of_pass = run.shape.kv_bytes_per_token(1) / run.shape.num_touched_params(1)
-    pass_s, row_s, prefill_s = _fitted(alone, lambda row: row["num"] + of_pass * row["cached"], ("rows", "prefill"))
-    return pass_s, row_s, of_pass * pass_s, prefill_s
-
-
-def _fitted(rows: Sequence[Work], first: Callable[[Work], float], amounts: Sequence[str]) -> list[float]:
-    """Seconds of one of `first`, and of one of each amount: least squares, none below nought."""
     if not rows:
-        raise UserError("--calibrate: the engine made no pass that was measured")
+        raise UserError(f"--calibrate {run.name}: its engine made no pass that was measured")
+    contexts = [row["cached"] / row["rows"] for row in rows if row["rows"]]
+    varied = bool(contexts) and max(contexts) >= VARIED * min(contexts)
+    of_pass = 0.0 if varied else run.shape.kv_bytes_per_token(1) / run.shape.num_touched_params(1)
+    columns: list[Callable[[Work], float]] = [lambda row: row["num"] + of_pass * row["cached"]]
+    if run.device == "cpu":
+        columns.append(lambda row: row["rows"] + row["prefill"])
+    else:
+        columns += [lambda row: row["rows"], lambda row: row["prefill"]]
+    if varied:
+        columns.append(lambda row: row["cached"])
+    solution, slowdown = _fitted(rows, columns)
+    row_s, prefill_s = (solution[1], solution[1]) if run.device == "cpu" else (solution[1], solution[2])
+    return _Decoding(solution[0], row_s, solution[-1] if varied else of_pass * solution[0], prefill_s, slowdown)
+
+
+def _fitted(rows: Sequence[Work], columns: Sequence[Callable[[Work], float]]) -> tuple[list[float], float]:
+    """-> seconds of one of each column, none below nought, and how many times as long shared work takes."""
     import numpy as np  # takes longer to import than a plan takes to make
     from scipy.optimize import nnls
 
-    weights = np.array([1 / row["num"] ** 0.5 for row in rows])
-    columns = [[float(first(row)) for row in rows], *([float(row[name]) for row in rows] for name in amounts)]
-    matrix = np.array(columns).T * weights[:, None]
+    matrix = np.array([[float(column(row)) for column in columns] for row in rows])
+    took_s, shared = np.array([row["seconds"] for row in rows]), np.array([row["share"] < 1 for row in rows])
+    weights = np.array([row["num"] for row in rows]) ** -0.5
     scale = matrix.max(axis=0)
     scale[scale == 0] = 1.0
-    solution, _ = nnls(matrix / scale, np.array([row["seconds"] for row in rows]) * weights)
-    return [float(value) for value in solution / scale]
+    slowdown, solution = TWICE, scale
+    for _ in range(ROUNDS if shared.any() and not shared.all() else 1):
+        alone_s = took_s / np.where(shared, slowdown, 1.0)
+        solution, _ = nnls(matrix / scale * weights[:, None], alone_s * weights)
+        foretold_s = (matrix @ (solution / scale))[shared].sum()
+        if foretold_s and not shared.all():
+            slowdown = float(np.clip(took_s[shared].sum() / foretold_s, 1.0, TWICE))
+    return [float(value) for value in solution / scale], slowdown
+
+
+TWICE = 2.0
+"""How many times as long work takes beside other work where that is not known: what the other does is missing to it."""
 
 
 def _mean_s(rows: Iterable[Work], kind: str) -> float:
@@ -201,27 +238,6 @@ def _recording(run: Measured) -> Any:
 def _score_s(run: Measured) -> float:
     graded = _recording(run).rollouts.graded.values()
     return fmean(each.score_s for each in graded) if graded else 0.0
-
-
-def _with_slowdowns(pace: Pace, run: Measured, work: Sequence[Work]) -> Pace:
-    """How much longer than alone what was done beside the other took; twice as long where nothing was."""
-    took, expected = {"engine": 0.0, "trainer": 0.0}, {"engine": 0.0, "trainer": 0.0}
-    for row in work:
-        if row["share"] == 1.0 or row["kind"] not in (*PASSES, "pass"):
-            continue
-        who = "engine" if row["kind"] == "pass" else "trainer"
-        took[who] += row["seconds"]
-        expected[who] += _alone_s(pace, run, row)
-    engine, trainer = (max(1.0, took[who] / expected[who]) if expected[who] else 2.0 for who in took)
-    return replace(pace, engine_slowdown=engine, trainer_slowdown=trainer)
-
-
-def _alone_s(pace: Pace, run: Measured, row: Work) -> float:
-    if row["kind"] == "pass":
-        decode_s = pace.pass_s * row["num"] + pace.row_s * row["rows"]
-        return decode_s + pace.cached_s * row["cached"] + pace.prefill_s * row["prefill"]
-    passes = passes_of(row["kind"], run.adapter)
-    return train_flops(run.shape, row["tokens"], row["pairs"], passes) / pace.rate
 
 
 def efficiency(runs: Sequence[Measured], gpu: Gpu) -> dict[str, float]:

@@ -140,6 +140,7 @@ def request(
         assumptions=(*workload.assumptions, *_said(options, models, resolved), *_calibrated(calibrate)),
         model=path,
         recipe=recipe,
+        settings=said(resolved),
     )
 
 
@@ -153,6 +154,11 @@ def _micro_batch_tokens(workload: Workload, resolved: Resolved) -> float | None:
 
 def _calibrated(runs: Sequence[Path]) -> list[Assumption]:
     return [Assumption("efficiencies", "as measured", ", ".join(map(str, runs)))] if runs else []
+
+
+def said(resolved: Resolved) -> dict[str, Any]:
+    """Settings of the command line, by key."""
+    return {key: resolved.config.setting(key) for key, origin in resolved.origins.items() if origin == "command line"}
 
 
 def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumption]:

@@ -48,14 +48,14 @@ class LocalCritic:
     def forward(self, rows: Rows) -> Values:
         with unit(self._cores, self.log, "critic forward", rows):
             value_N, bootstrap_R = self._values(rows)
-        return Values(value_N.cpu(), bootstrap_R.cpu())
+            return Values(value_N.cpu(), bootstrap_R.cpu())
 
     def forward_backward(self, rows: Rows, loss: Loss) -> Values:
         with unit(self._cores, self.log, "critic train", rows):
             value_N, bootstrap_R = self._values(rows)
             value = loss(value_N)
             value.backward()
-        return Values(value_N.detach().cpu(), bootstrap_R.detach().cpu(), value.item())
+            return Values(value_N.detach().cpu(), bootstrap_R.detach().cpu(), value.item())
 
     def _values(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         device = self._model.device

@@ -56,14 +56,14 @@ class LocalTrainer:
         with unit(self._cores, self.log, "forward", rows):
             rows = rows.to(self._policy.device)
             logp_N, entropy_N = self._reference_logprobs(rows) if reference else self._logprobs(self._policy, rows)
-        return ForwardResult(logp_N.cpu(), entropy_N.cpu())
+            return ForwardResult(logp_N.cpu(), entropy_N.cpu())
 
-    def forward_backward(self, rows: Rows, loss: Loss) -> ForwardResult:
+    def forward_backward(self, rows: Rows, loss: Loss, *, last: bool = True) -> ForwardResult:
         with unit(self._cores, self.log, "train", rows):
             logp_N, entropy_N = self._logprobs(self._policy, rows.to(self._policy.device))
             value = loss(logp_N)
             value.backward()
-        return ForwardResult(logp_N.detach().cpu(), entropy_N.detach().cpu(), value.item())
+            return ForwardResult(logp_N.detach().cpu(), entropy_N.detach().cpu(), value.item())
 
     def _reference_logprobs(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         if self._reference is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,12 @@ from headway.work import WorkLog
 
 @contextmanager
 def unit(cores: Cores, log: WorkLog, kind: str, rows: Rows | None = None) -> Iterator[None]:
-    """What is done within the block is a unit of work, noted in `log`; rows: those that it passes over, if any."""
+    """What is done within the block is a unit of work, noted in `log`, and so is the wait for cores before it; rows:
+    those that it passes over, if any.
+    """
     amounts = {} if rows is None else {"tokens": len(rows.ids_T), "pairs": rows.num_pairs}
-    with cores.unit() as share, log.timed(kind, share, **amounts):
-        yield
+    began = time.perf_counter()
+    with cores.unit() as share:
+        log.add("wait", share=1.0, seconds=time.perf_counter() - began)
+        with log.timed(kind, share, **amounts):
+            yield

@@ -20,6 +20,7 @@ from headway.objectives.diagnostics import MismatchDiagnostics
 from headway.objectives.parts import Objective
 from headway.objectives.tokens import Tokens
 from headway.stages import Critic, ForwardResult, Trainer
+from headway.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,35 @@ def train_step(
     *,
     passes: int = 1,
     train_policy: bool = True,
+    ranks: Ranks | None = None,
 ) -> StepResult:
     """Train `batch`: `passes` times over, one optimizer step for each of its parts.
 
     train_policy: False lets only the critic learn. A part without a trained token is skipped, and said: weights and
-    optimizer are left as they are.
+    optimizer are left as they are. ranks: those that train together, of which each calls this with its share of the
+    batch (`train.ranks.share`) and gets the result of all.
     """
     step = _TrainStep(trainer, critic, objective, batch, train_policy)
     for number_of_pass in range(passes):
         for place, part in enumerate(batch.optimizer_steps):
-            micro_batches = [micro for micro in part if not micro.empty]
+            micro_batches = [micro for micro in part if micro.filler or not micro.empty]
             if micro_batches:
                 step.optimizer_step(micro_batches, measured=number_of_pass == 0)
             elif number_of_pass == 0:
                 step.skipped.append(place)
+    if ranks is not None:
+        step.join(ranks.gather(step.done))
     return step.result()
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What one rank did that others have to know: losses of optimizer steps, figures and log-ratios of tokens."""
+
+    policy_losses: list[float]
+    value_losses: list[float]
+    diagnostics: MismatchDiagnostics
+    log_ratios: list[list[float]]
 
 
 @dataclass
@@ -86,18 +101,36 @@ class _TrainStep:
         """
         policy_loss = value_loss = 0.0
         for micro in micro_batches:
-            result, aux = self._policy_pass(micro)
-            policy_loss += result.loss or 0.0
-            self.diagnostics.saw(micro.tokens, aux)
-            if measured:
-                self._measure(micro.tokens, result, aux)
+            result, aux = self._policy_pass(micro, last=micro is micro_batches[-1])
+            if not micro.filler:
+                policy_loss += result.loss or 0.0
+                self.diagnostics.saw(micro.tokens, aux)
+                if measured:
+                    self._measure(micro.tokens, result, aux)
             if self.objective.needs_critic:
                 value_loss += self._critic_pass(micro)
         self.policy_steps.append({"loss": policy_loss, **(self.trainer.optim_step() if self.train_policy else {})})
         if self.critic is not None and self.objective.needs_critic:
             self.critic_steps.append({"loss": value_loss, **self.critic.optim_step()})
 
-    def _policy_pass(self, micro: MicroBatch) -> tuple[ForwardResult, compose.TokenAux]:
+    @property
+    def done(self) -> _Done:
+        return _Done(
+            [step["loss"] for step in self.policy_steps],
+            [step["loss"] for step in self.critic_steps],
+            self.diagnostics,
+            self.log_ratios,
+        )
+
+    def join(self, ranks: Sequence[_Done]) -> None:
+        """The account of all ranks in the place of its own."""
+        self.policy_steps = _added(self.policy_steps, [rank.policy_losses for rank in ranks])
+        self.critic_steps = _added(self.critic_steps, [rank.value_losses for rank in ranks])
+        self.diagnostics = MismatchDiagnostics.joined([rank.diagnostics for rank in ranks])
+        of_ranks = zip(*(rank.log_ratios for rank in ranks), strict=True)
+        self.log_ratios = [[ratio for ratios in rollout for ratio in ratios] for rollout in of_ranks]
+
+    def _policy_pass(self, micro: MicroBatch, *, last: bool) -> tuple[ForwardResult, compose.TokenAux]:
         """Gradients, and what the loss did to each token; a pass for the figures alone where only the critic learns."""
         noted: list[compose.TokenAux] = []
 
@@ -107,7 +140,7 @@ class _TrainStep:
             return value
 
         if self.train_policy:
-            return self.trainer.forward_backward(micro.rows, loss), noted[0]
+            return self.trainer.forward_backward(micro.rows, loss, last=last), noted[0]
         result = self.trainer.forward(micro.rows)
         return replace(result, loss=loss(result.logp_N).item()), noted[0]
 
@@ -150,6 +183,11 @@ class _TrainStep:
         said += [step["warning"] for step in self.policy_steps if "warning" in step]
         said += [f"of the critic, {step['warning']}" for step in self.critic_steps if "warning" in step]
         return list(dict.fromkeys(said))
+
+
+def _added(steps: list[Mapping[str, Any]], losses: Sequence[Sequence[float]]) -> list[Mapping[str, Any]]:
+    """Optimizer steps with the losses of all ranks; whatever else they say is the same on each."""
+    return [{**step, "loss": sum(of_ranks)} for step, of_ranks in zip(steps, zip(*losses, strict=True), strict=True)]
 
 
 def _figures(steps: list[Mapping[str, Any]], loss: str, prefix: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from headway.trace import TraceFile
 MODEL = "smollm2-135m"
 SHAPE = find_model(MODEL)
 
-PASS_S, ROW_S, PREFILL_S, RATE, UPDATE_S = 0.02, 0.001, 0.0005, 2e11, 0.3
+PASS_S, ROW_S, PREFILL_S, RATE, UPDATE_S = 0.02, 0.001, 0.001, 2e11, 0.3
 """The pace of all of them."""
 
 CACHED_S = PASS_S * SHAPE.kv_bytes_per_token(1) / SHAPE.num_touched_params(1)

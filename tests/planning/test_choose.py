@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from headway.config import resolve
-from headway.planning.candidates import layouts, sync_bytes, times
-from headway.planning.choose import plan, recipe, settings_of, short_list
+from headway.planning.candidates import layouts, sync_bytes, times, train_times
+from headway.planning.choose import plan, settings_of, short_list
+from headway.planning.recipe import of_candidate
 from headway.planning.request import Options, request
 from headway.reports.summary import summarise, timeline
 from headway.simulation import simulate
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_said_with_the_largest_lines():
 
 
 def test_the_recipe_gives_the_same_simulation_again(planned, tmp_path):
-    text = recipe(planned.request, planned.chosen)
+    text = of_candidate(planned.request, planned.chosen)
     file = tmp_path / "chosen.toml"
     file.write_text(text)
     tables = tomllib.loads(text)
@@ -149,6 +150,54 @@ def test_the_recipe_gives_the_same_simulation_again(planned, tmp_path):
     words = [f"--{key}={str(value).lower()}" for key, value in values.items()]
     again, direct = (simulate(resolve(*source).config) for source in ((file, []), (None, words)))
     assert [(event.kind, event.at_s) for event in again] == [(event.kind, event.at_s) for event in direct]
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "expected"),
+    [
+        ({}, [], {"objective": {"name": "grpo", "kl_coefficient": 0}}),
+        ({"kl": True}, [], {"objective": {"name": "grpo"}}),
+        ({"algorithm": "ppo"}, [], {"objective": {"name": "ppo"}}),
+        ({"lora_rank": "16"}, [], {"adapter": {"kind": "lora", "rank": 16}}),
+        ({}, ["--adapter.kind=tinylora", "--adapter.rank=2"], {"adapter": {"kind": "tinylora", "rank": 2}}),
+    ],
+    ids=["grpo", "with KL", "ppo", "lora", "tinylora"],
+)
+def test_a_recipe_from_nothing_says_what_was_asked_for(options, overrides, expected):
+    wanted = asked(*overrides, **options)
+    text = of_candidate(wanted, plan(wanted, quick=True).candidates[0])
+    tables = tomllib.loads(text)
+    for section, values in expected.items():
+        assert tables[section] == values
+    assert "say what on" in text
+
+
+def test_other_batches_have_the_same_layout_and_their_own_lanes(planned):
+    """Half and twice 32; lanes were said, so they stay."""
+    assert [(other.batch, other.lanes) for other in planned.batches] == [(16, 32), (64, 32)]
+    for other in planned.batches:
+        assert other.candidate.layout.name == planned.chosen.layout.name
+        assert other.candidate.run_ahead == planned.chosen.run_ahead
+        assert other.candidate.figures.step_s > 0
+    small, large = (other.candidate.figures.step_s for other in planned.batches)
+    assert small < planned.chosen.figures.step_s < large
+
+
+def test_the_smallest_micro_batch_that_hides_what_zero_sends_is_chosen():
+    """On one machine arithmetic hides it soon; on two, with the network between them, a larger one is needed."""
+    near, far = (asked(longest="256", num_gpus=num) for num in ("8", "16"))
+    chosen = {
+        each.hardware.num: {one.training: one.placed.job.training.micro_batch_tokens for one in layouts(each)}
+        for each in (near, replace(far, batch=2048))
+    }
+    assert chosen[8][4] < chosen[16][12]
+    for each in (near, replace(far, batch=2048)):
+        for layout in layouts(each):
+            took = train_times(each, layout.placed.job)
+            largest = replace(
+                layout.placed.job, training=replace(layout.placed.job.training, micro_batch_tokens=65_536.0)
+            )
+            assert took.seconds <= 1.02 * train_times(each, largest).seconds or not layout.placed.fits
 
 
 def test_a_colocated_recipe_lets_the_engine_sleep(planned):
@@ -218,7 +267,7 @@ def test_a_recipe_that_was_planned_keeps_what_the_plan_does_not_speak_of(tmp_pat
     )
     found = plan(request(Options(gpu="h100", num_gpus="2", lora_rank="4"), None, file), quick=True)
     written = tmp_path / "planned.toml"
-    written.write_text(recipe(found.request, found.chosen))
+    written.write_text(of_candidate(found.request, found.chosen))
     config = resolve(written).config
     assert (config.run.steps, config.data.source, config.train.learning_rate) == (77, "addition", 3e-6)
     assert (config.adapter.kind, config.adapter.rank, config.schedule.batch_size) == ("lora", 4, 32)

@@ -104,6 +104,18 @@ def test_predicted_stands_beside_measured_and_on_a_page(tmp_path):
     assert said["pace"]["pass_s"] == pytest.approx(known.PASS_S)
 
 
+def test_the_recommended_schedule_is_written_as_a_recipe(tmp_path):
+    """Which `headway simulate` plays, and which keeps whatever else the recipe says."""
+    folder, written = recorded(tmp_path / "run", *ROOFLINE, "--run.name=mine"), tmp_path / "planned.toml"
+    assert run(folder, "--calibrate", folder, "--write", written).exit_code == 0
+    config = resolve(written).config
+    assert config.run.name == "mine"
+    assert config.simulate.overhead_s == pytest.approx(11 / 12 * known.PASS_S, rel=0.02)
+    assert config.schedule.run_ahead == planned(folder, folder).chosen.run_ahead  # type: ignore[union-attr]
+    refused = run(folder, "--write", tmp_path / "no.toml")
+    assert "without --calibrate RUN no schedule was simulated" in str(refused.exception)
+
+
 def test_another_model_or_adapter_is_refused(tmp_path):
     folder = recorded(tmp_path / "run", *ROOFLINE)
     with pytest.raises(UserError, match=r"trained SmolLM2-135M, and Qwen2\.5-0\.5B is planned"):
