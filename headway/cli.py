@@ -1,4 +1,4 @@
-"""The commands: train, simulate, report, export, objectives, mismatch, fit."""
+"""The commands: train, simulate, report, export, objectives, mismatch, plan, fit."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def plan(
     pipeline: Annotated[str | None, typer.Option(metavar="N", help="stages of the trainer's layers")] = None,
     expert: Annotated[str | None, typer.Option(metavar="N", help="data ranks that share a mixture's experts")] = None,
     engine_tensor: Annotated[
-        str | None, typer.Option(metavar="N", help="GPUs of an engine; default the fewest that fit")
+        str | None, typer.Option(metavar="N", help="GPUs of an engine; default all sizes that fit are tried")
     ] = None,
     whole_logits: Annotated[bool, typer.Option("--whole-logits", help="logits of a micro-batch all at once")] = False,
     no_checkpointing: Annotated[bool, typer.Option("--no-checkpointing", help="keep every activation")] = False,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from headway.plan.gpus import Gpu
 from headway.plan.shapes import ModelShape
-from headway.plan.states import PerGpu, Precision, Sharding
+from headway.plan.states import Precision, Sharding
 
 HOST_LINK = 25e9
 """Bytes a second between a GPU and its host, one way: PCIe 4 x16 in use."""
 
 DISK = 2e9
-"""Bytes a second of a local solid-state disk, each for writing and for reading."""
+"""Bytes a second of a solid-state disk, each for writing and for reading."""
 
 LAUNCH_S = 1e-3
 """Of a transfer of weights, beside its bytes."""
@@ -32,34 +32,39 @@ class Links:
     between: float
 
 
-def links(gpu: Gpu, share: float, *, num_gpus: int, per_machine: int) -> Links:
-    """share: of the nominal figures that is reached."""
-    one_machine = num_gpus <= per_machine
-    return Links(gpu.link * share, (gpu.link if one_machine else gpu.network) * share)
+def links(gpu: Gpu, share: float, *, num_gpus: int, tensor: int, per_machine: int) -> Links:
+    """share: of the nominal figures that is reached; tensor: GPUs that share a layer."""
+    within = gpu.link if tensor <= per_machine else gpu.network
+    between = gpu.link if num_gpus <= per_machine else gpu.network
+    return Links(within * share, between * share)
 
 
 def zero_bytes(
-    per_gpu: PerGpu, trained: float, precision: Precision, sharding: Sharding, num_micro_batches: float
+    num_params: float, trained: float, precision: Precision, sharding: Sharding, num_micro_batches: float
 ) -> float:
-    """Of an optimizer step. per_gpu: parameters before ZeRO divides them, `trained` of them with gradients.
+    """Of an optimizer step of one model. num_params: on a GPU before ZeRO divides them, `trained` of them with
+    gradients; 0 for a model that only scores.
 
     ZeRO 3 gathers the weights for the forward and again for the backward pass of every micro-batch, and reduces its
-    gradients; below, gradients are reduced once a step and new weights gathered once.
+    gradients; ZeRO 2, which keeps no others' gradients, reduces them as often; below, once a step. New weights are
+    gathered once where they are not divided.
     """
-    weights, gradients = precision.weights * per_gpu.all, precision.gradients * trained
+    weights, gradients = precision.weights * num_params, precision.gradients * trained
     share = 1 - 1 / sharding.data
     if sharding.zero == 3:
-        return share * num_micro_batches * (2 * weights + gradients)
-    return share * (gradients + precision.weights * trained)
+        return share * num_micro_batches * ((2 if trained else 1) * weights + gradients)
+    reductions = num_micro_batches if sharding.zero == 2 else 1
+    return share * (reductions * gradients + precision.weights * trained)
 
 
-def tensor_bytes(shape: ModelShape, num_tokens: float, sharding: Sharding, *, checkpointing: bool) -> float:
-    """Of so many tokens of a data rank, in bf16: each layer's two products are added up over the GPUs that share it,
-    forward, backward, and forward once more where activations are computed again. Adding up is reducing and gathering.
+def tensor_bytes(
+    shape: ModelShape, num_tokens: float, sharding: Sharding, *, num_passes: float, bytes_per_number: float
+) -> float:
+    """Of so many tokens of a data rank: in each pass, forward or backward, two products of each layer are added up over
+    the GPUs that share it. Adding up is reducing and gathering.
     """
-    ways = sharding.tensor
-    per_pass = 2 * shape.num_layers / sharding.pipeline * 2 * (1 - 1 / ways) * 2 * shape.hidden * num_tokens
-    return (3 if checkpointing else 2) * per_pass
+    each = 2 * (1 - 1 / sharding.tensor) * bytes_per_number * shape.hidden * num_tokens
+    return num_passes * 2 * shape.num_layers / sharding.pipeline * each
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,19 @@ class Route:
     why: str
 
 
-def routes(num_bytes: float, gpu: Gpu, share: float, *, num_links: int, one_machine: bool) -> list[Route]:
-    """The fastest that is there comes first: links within a machine, the network, the host's memory, a disk."""
-    found = []
+def routes(num_bytes: float, gpu: Gpu, share: float, *, num_links: int, one_machine: bool, alone: bool) -> list[Route]:
+    """The fastest comes first. alone: one GPU, on which they are copied."""
+    if alone:
+        return [_route("copy", num_bytes, gpu.bandwidth / 2, "read and written on the GPU itself")]
+    found = [
+        _route("network", num_bytes, num_links * gpu.network * share, f"of {num_links} GPU{'s' * (num_links > 1)}")
+    ]
     if one_machine:
-        found.append(_route("links", num_bytes, num_links * gpu.link * share, f"{gpu.link_name} of {num_links} GPUs"))
-    found.append(_route("network", num_bytes, num_links * gpu.network * share, f"of {num_links} GPUs"))
-    if one_machine:
+        words = f"{gpu.link_name} of {num_links} GPU{'s' * (num_links > 1)}"
+        found.append(_route("links", num_bytes, num_links * gpu.link * share, words))
         found.append(_route("shared memory", num_bytes, HOST_LINK / 2, "down to the host and up again, 25 GB/s each"))
-    found.append(_route("disk", num_bytes, DISK / 2, "written and read, 2 GB/s each"))
-    return found
+    found.append(_route("disk", num_bytes, DISK / 2, "that both reach: written and read, 2 GB/s each"))
+    return sorted(found, key=lambda way: way.seconds)
 
 
 def _route(name: str, num_bytes: float, bandwidth: float, why: str) -> Route:

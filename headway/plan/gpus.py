@@ -40,10 +40,14 @@ class Gpu:
 
         >>> find_gpu("a100").is_device("NVIDIA A100-SXM4-80GB"), find_gpu("l4").is_device("NVIDIA L40S")
         (True, False)
+        >>> find_gpu("a100").is_device("NVIDIA A100-SXM4-40GB"), find_gpu("h100").is_device("NVIDIA H100 PCIe")
+        (False, False)
         """
-        maker, *rest = self.title.split()
-        chip = rest[0] if maker == "RTX" else maker
-        return chip.lower() in re.split(r"[ -]", device.lower())
+        maker, *rest = self.title.lower().split()
+        words = re.split(r"[ -]", device.lower())
+        said = [word for word in words if re.fullmatch(r"\d+gb", word)]
+        same_size = not said or abs(int(said[0].removesuffix("gb")) * 1e9 / self.memory_bytes - 1) < 0.1
+        return (rest[0] if maker == "rtx" else maker) in words and ("pcie" in rest) == ("pcie" in words) and same_size
 
     @property
     def ridge(self) -> float:

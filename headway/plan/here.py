@@ -9,10 +9,7 @@ from typing import Any
 
 from headway.plan.in_process import InProcessJob
 from headway.plan.memory import Pool
-from headway.plan.proposal import Assumption
-
-NEAR = 0.02
-"""A throughput within so much of the best is as good, and then less lag decides."""
+from headway.plan.proposal import Assumption, least_lag
 
 
 @dataclass(frozen=True)
@@ -21,9 +18,10 @@ class Pace:
 
     pass_s, row_s, cached_s, prefill_s: a pass of the engine takes pass_s, and of these one for each rollout under way,
     each token in their caches, and each token of a prompt; rate: operations a second of the trainer's passes; update_s:
-    of an optimizer step; rest_s: of a train step beside them; sync_s: from trained to published; score_s: of a rollout;
-    engine_slowdown, trainer_slowdown: how many times as long each takes while both work; device: what it ran on, as
-    torch calls it; source: the runs that it is from.
+    of an optimizer step; rest_s: beside them, for each token that is trained; sync_s: from trained to published;
+    score_s: of a rollout; engine_slowdown, trainer_slowdown: how many times as long each takes while both work; device:
+    what it ran on, as torch calls it; source: the runs that it is from; assumed: of engine and trainer, whose slowdown
+    no run has shown.
     """
 
     pass_s: float
@@ -39,6 +37,7 @@ class Pace:
     trainer_slowdown: float
     device: str
     source: str
+    assumed: tuple[str, ...] = ()
 
     def decode_s(self, rows: float, cached: float) -> float:
         """Of a pass over so many rollouts that have so many tokens in their caches together."""
@@ -73,10 +72,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class HerePlan:
-    """budget: bytes that may be planned with; pace: None where no run was given to calibrate on; schedules: none
-    without it; own: that of the recipe; chosen: the recommended one; recipe: the file it was planned from; settings:
-    those of the command line, and simulation: those of its schedules' simulations, by key; beside: None where a recipe
-    was planned.
+    """budget: bytes that may be planned with; assumed: what the verdict stands on and nobody said; pace: None where no
+    run was given to calibrate on; decode: of passes that had the machine to themselves rollouts, cached tokens and
+    seconds; schedules: none without a pace; own: that of the recipe; chosen: the recommended one; recipe: the file it
+    was planned from; settings: those of the command line, and simulation: those of its schedules' simulations, by key;
+    beside: None where a recipe was planned.
     """
 
     name: str
@@ -84,6 +84,7 @@ class HerePlan:
     pool: Pool
     budget: float
     assumptions: tuple[Assumption, ...]
+    assumed: tuple[str, ...]
     pace: Pace | None
     decode: tuple[tuple[float, float, float], ...]
     schedules: tuple[Schedule, ...]
@@ -105,6 +106,4 @@ class HerePlan:
         """The one with the least lag among those that are as fast as the fastest."""
         if not self.schedules:
             return None
-        most = max(schedule.tokens_per_s for schedule in self.schedules)
-        near = [schedule for schedule in self.schedules if schedule.tokens_per_s >= (1 - NEAR) * most]
-        return min(near, key=lambda schedule: (schedule.token_lag, -schedule.tokens_per_s))
+        return least_lag(self.schedules, lambda schedule: schedule.tokens_per_s, lambda schedule: schedule.token_lag)

@@ -1,7 +1,7 @@
 """What one process holds that generates and trains at the same time, as Headway runs a recipe on one machine.
 
 Weights and optimizer are in float32; the engine has weights and a cache of its own; no activation is computed again.
-On a CPU memory is taken when it is first written, on a GPU the cache is taken as a whole.
+It is that of a CPU, where memory is taken when it is first written.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class InProcessJob:
     """A recipe's run in one process.
 
     group: rollouts that share a prompt; engine_bytes: of a number of the engine's weights and cache; packs: the engine
-    lays out a copy of its weights, as it does on a CPU in float32; half_products: the trainer's products are in bf16.
-    cache_bytes: the budget of the engine's cache, None for a quarter of `memory`, the bytes that are free; whole_cache:
-    it is taken at once, as on a GPU.
+    lays out a copy of its weights, as it does in float32; half_products: the trainer's products are in bf16.
+    cache_bytes: the budget of the engine's cache, None for a quarter of `memory`, the bytes that are free.
     """
 
     shape: ModelShape
@@ -57,7 +56,6 @@ class InProcessJob:
     engine_bytes: float = 4.0
     packs: bool = True
     cache_bytes: float | None = None
-    whole_cache: bool = False
     half_products: bool = False
 
     @property
@@ -145,8 +143,6 @@ def _cache(job: InProcessJob) -> Line:
     answers, lanes = job.answers, job.lanes
     per_block = CACHE_BLOCK * job.shape.kv_bytes_per_token(job.engine_bytes)
     most = job.cache_bytes if job.cache_bytes is not None else job.memory / 4
-    if job.whole_cache:
-        return _exact("keys and values", most, "taken at once: generate.cache_bytes, or a quarter of what is free")
     prompts = math.ceil(lanes / job.group)
     floor = per_block * (lanes * _blocks(answers.mean) + prompts * _blocks(answers.prompt))
     expected = per_block * (lanes * _blocks(answers.longest) + (prompts + lanes) * _blocks(answers.prompt))

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headway.plan.communication import Route
 from headway.plan.lengths import Answers
@@ -19,6 +19,9 @@ from headway.plan.shapes import ModelShape
 from headway.plan.states import Algorithm, Models, Precision
 
 Sharing = Literal["colocated", "disaggregated"]
+
+NEAR = 0.02
+"""A speed within so much of the best is as good: then less lag decides, or less memory."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Times:
     """Of one layout, in seconds at the stated efficiencies, with all lanes busy and answers at their mean.
 
     decode_step_s: of one engine, at `context` tokens a rollout; arithmetic_bound: whether that is the longer part;
-    rollout_s: of an answer of mean length, while the engine prefills others too; prefill_tokens_per_s and
+    answer_s: of an answer of mean length, while the engine prefills others too; prefill_tokens_per_s and
     decode_tokens_per_s: of all engines together; train_s: of a batch, the longer of train_arithmetic_s and of what is
     sent meanwhile (train_hidden_s), and what is sent in between (train_shown_s); sync_s: of new weights by the first of
     sync_ways; room: rollouts at their
@@ -150,7 +153,7 @@ class Times:
     context: float
     arithmetic_bound: bool
     crossover: float
-    rollout_s: float
+    answer_s: float
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     train_s: float
@@ -205,7 +208,7 @@ class Figures:
 class Candidate:
     """One way to run the job.
 
-    rate: rollouts a second, and expected_lag, by the closed laws; curves: of its engines; figures: of its simulation,
+    rate: rollouts a second, and expected_lag, by the closed laws; figures: of its simulation,
     None where it was not on the short list.
     """
 
@@ -214,7 +217,6 @@ class Candidate:
     run_ahead: float
     rate: float
     expected_lag: float
-    curves: Curves
     figures: Figures | None = None
 
     @property
@@ -234,8 +236,8 @@ class OtherBatch:
 @dataclass(frozen=True)
 class Plan:
     """states: bytes of all models at once, undivided; candidates: all that were looked at, the simulated ones first;
-    chosen: the recommended one, None where nothing fits; reasons: why, in sentences; batches: what it would be with
-    other ones.
+    chosen: the recommended one, None where nothing fits; reasons: why, in sentences; curves: of the engines of
+    the one that is shown; batches: what it would be with other ones.
     """
 
     request: Request
@@ -243,6 +245,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     reasons: tuple[str, ...]
+    curves: Curves
     batches: tuple[OtherBatch, ...] = ()
 
     @property
@@ -251,5 +254,23 @@ class Plan:
 
     @property
     def shown(self) -> Candidate:
-        """The one whose memory and times are shown: the chosen one, or of those that don't fit the nearest."""
-        return self.chosen or min(self.candidates, key=lambda candidate: candidate.layout.placed.fullest)
+        return shown(self.chosen, self.candidates)
+
+
+def shown(chosen: Candidate | None, candidates: Sequence[Candidate]) -> Candidate:
+    """The one whose memory and times are shown: the chosen one, or of those that don't fit the nearest."""
+    return chosen or min(candidates, key=lambda candidate: candidate.layout.placed.fullest)
+
+
+T = TypeVar("T")
+
+
+def least_lag(found: Sequence[T], speed: Callable[[T], float], lag: Callable[[T], float]) -> T:
+    """The one with the least lag among those that are as fast as the fastest.
+
+    >>> least_lag([(100, 3), (99, 1), (90, 0)], speed=lambda one: one[0], lag=lambda one: one[1])
+    (99, 1)
+    """
+    most = max(map(speed, found))
+    near = [one for one in found if speed(one) >= (1 - NEAR) * most]
+    return min(near, key=lambda one: (lag(one), -speed(one)))

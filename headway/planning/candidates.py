@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -10,13 +12,15 @@ from headway.plan.memory import (
     ENGINE_LINES,
     OPTIMIZER_LINES,
     Job,
+    Pool,
+    Sleep,
     colocated,
     disaggregated,
     held_on_gpu,
     lanes_that_fit,
 )
-from headway.plan.placement import place
-from headway.plan.proposal import Curves, Layout, Request, Times
+from headway.plan.placement import Hardware, Placed, place
+from headway.plan.proposal import NEAR, Curves, Layout, Request, Times
 from headway.plan.roofline import (
     NOMINAL,
     Decode,
@@ -41,27 +45,38 @@ def layouts(request: Request) -> list[Layout]:
     A colocated engine that sleeps loses the cache of what is in flight, so it is for schedules that have nothing in
     flight while they train.
     """
-    num, hardware = request.hardware.num, request.hardware
     found = []
     for sleep in dict.fromkeys((request.sleep, "none")):
-        for job in request.jobs(num, num):
-            placed = place(_micro_batched(request, job), lambda each, sleep=sleep: colocated(each, sleep), hardware)
-            found.append(Layout("colocated", num, num, placed, sleep))
+        found += colocated_layouts(request, sleep)
     for training in _splits(request):
-        generating = num - training
-        for job in request.jobs(generating, training):
-            if generating % job.generation.tensor:
-                continue  # GPUs would stay idle that could train
-            placed = place(_micro_batched(request, job), disaggregated, hardware)
-            found.append(Layout("disaggregated", generating, training, placed))
+        found += split_layouts(request, training)
     return found
+
+
+def colocated_layouts(request: Request, sleep: Sleep) -> list[Layout]:
+    num, hardware = request.hardware.num, request.hardware
+    return [
+        Layout("colocated", num, num, _placed(request, job, lambda each: colocated(each, sleep), hardware), sleep)
+        for job in request.jobs(num, num)
+    ]
+
+
+def split_layouts(request: Request, training: int) -> list[Layout]:
+    """None of engines that would leave GPUs idle that could train."""
+    generating = request.hardware.num - training
+    return [
+        Layout("disaggregated", generating, training, _placed(request, job, disaggregated, request.hardware))
+        for job in request.jobs(generating, training)
+        if generating % job.generation.tensor == 0
+    ]
+
+
+def _placed(request: Request, job: Job, pools_of: Callable[[Job], Sequence[Pool]], hardware: Hardware) -> Placed:
+    return place(_micro_batched(request, job), pools_of, hardware)
 
 
 MICRO_BATCHES = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 """Tokens of a micro-batch that are tried where nobody says how many."""
-
-NEAR = 0.02
-"""A time within so much of the shortest is as good, and then less memory decides."""
 
 
 def _micro_batched(request: Request, job: Job) -> list[Job]:
@@ -71,7 +86,8 @@ def _micro_batched(request: Request, job: Job) -> list[Job]:
     if request.micro_batch_tokens is not None:
         return [job]
     jobs = [replace(job, training=replace(job.training, micro_batch_tokens=float(num))) for num in MICRO_BATCHES]
-    took = [train_times(request, one).seconds for one in jobs]
+    arithmetic_s = _arithmetic_s(request, job)
+    took = [TrainTimes(arithmetic_s, *_sent_s(request, one)).seconds for one in jobs]
     as_fast = [one for one, seconds in zip(jobs, took, strict=True) if seconds <= (1 + NEAR) * min(took)]
     slower = [one for one, _ in sorted(zip(jobs, took, strict=True), key=lambda pair: pair[1]) if one not in as_fast]
     return as_fast + slower
@@ -103,7 +119,7 @@ def times(request: Request, layout: Layout) -> Times:
         context=context,
         arithmetic_bound=beyond_memory_s > 0,
         crossover=step.crossover(read),
-        rollout_s=answers.mean * step_s + lanes * one_prefill_s,
+        answer_s=answers.mean * step_s + lanes * one_prefill_s,
         decode_tokens_per_s=generation.lanes / step_s,
         prefill_tokens_per_s=replicas * answers.prompt / one_prefill_s,
         train_s=training.seconds + _offload_s(layout),
@@ -169,16 +185,32 @@ def _arithmetic_s(request: Request, job: Job) -> float:
 
 
 def _sent_s(request: Request, job: Job) -> tuple[float, float]:
-    """-> of ZeRO, of tensor parallelism."""
-    hardware, training = request.hardware, job.training
-    sharding = training.sharding
-    speed = links(hardware.gpu, request.efficiency.link, num_gpus=sharding.gpus, per_machine=hardware.per_machine)
-    per_gpu, adapter = held_on_gpu(job, request.shape), request.models.adapter_params
-    trained = per_gpu.all if adapter is None else adapter / (sharding.tensor * sharding.pipeline)
+    """-> of ZeRO, of tensor parallelism; of all models that are trained or score."""
+    hardware, training, models = request.hardware, job.training, request.models
+    sharding, precision = training.sharding, training.precision
+    speed = links(
+        hardware.gpu,
+        request.efficiency.link,
+        num_gpus=sharding.gpus,
+        tensor=sharding.tensor,
+        per_machine=hardware.per_machine,
+    )
     each = batch_tokens(request) / sharding.data
-    num_micro_batches = max(1.0, each / job.micro_batch_tokens)
-    zero = zero_bytes(per_gpu, trained, training.precision, sharding, num_micro_batches)
-    tensor = tensor_bytes(request.shape, each, sharding, checkpointing=training.checkpointing)
+    num_micro_batches = math.ceil(each / job.micro_batch_tokens)
+    policy = held_on_gpu(job, request.shape).all
+    adapter = models.adapter_params
+    trained = policy if adapter is None else adapter / (sharding.tensor * sharding.pipeline)
+    learners = [(policy, trained)]
+    if models.critic:
+        critic = held_on_gpu(job, request.shape.as_critic()).all
+        learners.append((critic, critic))
+    scorers = [(policy, 0.0)] * (models.holds_reference + models.reward_model)
+    zero = sum(
+        zero_bytes(params, with_gradients, precision, sharding, num_micro_batches)
+        for params, with_gradients in (*learners, *scorers)
+    )
+    passes = len(learners) * (2 + training.checkpointing) + models.reference + models.reward_model
+    tensor = tensor_bytes(request.shape, each, sharding, num_passes=passes, bytes_per_number=precision.weights)
     return zero / speed.between, tensor / speed.within
 
 
@@ -236,4 +268,5 @@ def _ways(request: Request, layout: Layout) -> list[Route]:
         request.efficiency.link,
         num_links=min(layout.training, layout.placed.job.generation.tensor),
         one_machine=hardware.num <= hardware.per_machine,
+        alone=hardware.num == 1,
     )

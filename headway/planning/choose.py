@@ -10,9 +10,20 @@ from typing import Any
 
 from headway.config import Resolved, resolve
 from headway.plan.laws import admitted_rate, largest_rate, mean_lag
-from headway.plan.proposal import Candidate, Figures, Layout, OtherBatch, Plan, Request, Times
+from headway.plan.proposal import (
+    NEAR,
+    Candidate,
+    Figures,
+    Layout,
+    OtherBatch,
+    Plan,
+    Request,
+    Times,
+    least_lag,
+    shown,
+)
 from headway.plan.states import state_bytes
-from headway.planning.candidates import curves, layouts, times
+from headway.planning.candidates import colocated_layouts, curves, layouts, split_layouts, times
 from headway.reports.summary import Timeline, timeline
 from headway.reports.sweep_table import SweptRun
 from headway.simulation import simulate as simulate_one
@@ -31,10 +42,6 @@ MOST_RUN_AHEAD = 8
 SHORT_LIST = 3
 """Splits that are simulated beside the colocated layout."""
 
-NEAR = 0.02
-"""A throughput within so much of the best is as good, and then less lag decides."""
-
-
 Progress = Callable[[int], AbstractContextManager[Callable[[], object]]]
 """Told how many simulations there will be -> to be called as each ends."""
 
@@ -48,7 +55,9 @@ def plan(request: Request, progress: Progress = lambda num: nullcontext(lambda: 
     rest = [candidate for candidate in candidates if quick or candidate not in listed]
     reasons = _reasons(request, chosen, simulated, candidates)
     batches = _other_batches(request, chosen, progress) if chosen and not quick else ()
-    return Plan(request, _states(request), (*simulated, *rest), chosen, reasons, batches)
+    everything = (*simulated, *rest)
+    drawn = curves(request, shown(chosen, everything).layout)
+    return Plan(request, _states(request), everything, chosen, reasons, drawn, batches)
 
 
 OTHER_BATCHES = (0.5, 2.0)
@@ -57,34 +66,36 @@ OTHER_BATCHES = (0.5, 2.0)
 
 def _other_batches(request: Request, chosen: Candidate, progress: Progress) -> tuple[OtherBatch, ...]:
     """The chosen layout with half and twice the batch, as far as groups allow it."""
-    requests = []
-    for factor in OTHER_BATCHES:
-        batch = int(factor * request.batch)
-        if batch and batch % request.group == 0:
-            lanes = request.lanes if request.lanes_said else batch
-            requests.append(replace(request, batch=batch, lanes=lanes))
-    found = [(each, _same_layout(each, chosen)) for each in requests]
-    fitting = [(each, candidate) for each, candidate in found if candidate and candidate.fits]
+    others = [int(factor * request.batch) for factor in OTHER_BATCHES]
+    requests = [
+        replace(request, batch=batch, lanes=request.lanes if request.lanes_said else batch)
+        for batch in others
+        if batch and batch % request.group == 0
+    ]
+    candidates = [_same_layout(each, chosen) for each in requests]
+    fitting = [(each, one) for each, one in zip(requests, candidates, strict=True) if one.fits]
     jobs = [_job(each, candidate) for each, candidate in fitting]
     with progress(len(jobs)) as done:
         runs = simulate(jobs, done)
-    return tuple(
-        OtherBatch(each.batch, each.lanes, _with_figures(each, candidate, job, run))
+    simulated = {
+        each.batch: _with_figures(each, candidate, job, run)
         for (each, candidate), job, run in zip(fitting, jobs, runs, strict=True)
+    }
+    return tuple(
+        OtherBatch(each.batch, each.lanes, simulated.get(each.batch, candidate))
+        for each, candidate in zip(requests, candidates, strict=True)
     )
 
 
-def _same_layout(request: Request, chosen: Candidate) -> Candidate | None:
-    """None where the GPUs can no longer be shared so."""
-    for layout in layouts(request):
-        same = (layout.sharing, layout.training, layout.sleep) == (
-            chosen.layout.sharing,
-            chosen.layout.training,
-            chosen.layout.sleep,
-        )
-        if same and layout.placed.job.generation.tensor == chosen.layout.placed.job.generation.tensor:
-            return _candidate(request, layout, chosen.run_ahead)
-    return None
+def _same_layout(request: Request, chosen: Candidate) -> Candidate:
+    """With the engines that are nearest in size, where fewer rollouts need fewer of them."""
+    like = chosen.layout
+    same = (
+        colocated_layouts(request, like.sleep) if like.sharing == "colocated" else split_layouts(request, like.training)
+    )
+    tensor = like.placed.job.generation.tensor
+    layout = min(same, key=lambda one: abs(one.placed.job.generation.tensor - tensor))
+    return _candidate(request, layout, times(request, layout), chosen.run_ahead)
 
 
 def _simulated(request: Request, listed: Sequence[Candidate], progress: Progress) -> list[Candidate]:
@@ -111,16 +122,15 @@ def _candidates(request: Request) -> list[Candidate]:
     """Every layout with every run_ahead that may pay, by the closed laws."""
     found = []
     for layout in layouts(request):
-        for run_ahead in _run_aheads(request, layout, times(request, layout)):
-            found.append(_candidate(request, layout, run_ahead))
+        took = times(request, layout)
+        found += [_candidate(request, layout, took, run_ahead) for run_ahead in _run_aheads(request, layout, took)]
     return found
 
 
-def _candidate(request: Request, layout: Layout, run_ahead: float) -> Candidate:
-    took = times(request, layout)
+def _candidate(request: Request, layout: Layout, took: Times, run_ahead: float) -> Candidate:
     rate = _rate(request, layout, took, run_ahead)
-    lag = mean_lag(run_ahead, request.lanes, took.rollout_s, request.batch, took.train_s)
-    return Candidate(layout, took, run_ahead, rate, lag, curves(request, layout))
+    lag = mean_lag(run_ahead, request.lanes, took.answer_s, request.batch, took.train_s)
+    return Candidate(layout, took, run_ahead, rate, lag)
 
 
 def _run_aheads(request: Request, layout: Layout, took: Times) -> list[float]:
@@ -131,14 +141,14 @@ def _run_aheads(request: Request, layout: Layout, took: Times) -> list[float]:
         return [request.run_ahead]
     if layout.sharing == "colocated":
         return [0] if layout.sleep != "none" else [0, 1] if request.sleep == "none" else [1]
-    most = largest_rate(request.lanes, took.rollout_s, request.batch, took.train_s + took.sync_s)
+    most = largest_rate(request.lanes, took.answer_s, request.batch, took.train_s + took.sync_s)
     enough = most * _stay_s(request, took, request.group) / request.batch - 1
     return list(range(min(MOST_RUN_AHEAD, math.ceil(enough) + 1) + 1))
 
 
 def _stay_s(request: Request, took: Times, num_waited_for: int) -> float:
     """From the start of a rollout until the batch that takes it is trained: it waits for the longest of so many."""
-    pace_s = took.rollout_s / request.answers.mean
+    pace_s = took.answer_s / request.answers.mean
     return request.answers.expected_longest(num_waited_for) * pace_s + took.train_s + took.sync_s
 
 
@@ -148,9 +158,9 @@ def _rate(request: Request, layout: Layout, took: Times, run_ahead: float) -> fl
     """
     trained_s = took.train_s + took.sync_s
     if layout.sharing == "colocated" and run_ahead > 0:
-        return request.batch / (request.batch * took.rollout_s / request.lanes + trained_s)
+        return request.batch / (request.batch * took.answer_s / request.lanes + trained_s)
     stay_s = _stay_s(request, took, request.batch if run_ahead == 0 else request.group)
-    lanes_or_trainer = largest_rate(request.lanes, took.rollout_s, request.batch, trained_s)
+    lanes_or_trainer = largest_rate(request.lanes, took.answer_s, request.batch, trained_s)
     return min(lanes_or_trainer, admitted_rate(run_ahead, request.batch, stay_s))
 
 
@@ -260,13 +270,10 @@ def _figures(request: Request, simulated: Any, share: float) -> Figures:
 
 
 def _best(simulated: Sequence[Candidate]) -> Candidate | None:
-    """The one with the least lag among those that are as fast as the fastest."""
     scored = [(candidate, candidate.figures) for candidate in simulated if candidate.figures]
     if not scored:
         return None
-    most = max(figures.tokens_per_s for _, figures in scored)
-    near = [(candidate, figures) for candidate, figures in scored if figures.tokens_per_s >= (1 - NEAR) * most]
-    return min(near, key=lambda one: (one[1].token_lag, -one[1].tokens_per_s))[0]
+    return least_lag(scored, speed=lambda one: one[1].tokens_per_s, lag=lambda one: one[1].token_lag)[0]
 
 
 def _fastest_by_law(listed: Sequence[Candidate]) -> Candidate | None:

@@ -7,8 +7,8 @@ measured stands beside what would have been said.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +20,10 @@ from headway.plan.in_process import InProcessJob, in_process
 from headway.plan.models import find_model
 from headway.plan.shapes import ModelShape
 from headway.plan.states import Models
-from headway.planning.pace import Measured, measured, pace, train_flops
+from headway.planning.choose import SKIPPED, STEPS, Progress
+from headway.planning.pace import Measured, check_same_pace, measured, pace, train_flops
 from headway.planning.request import ASSUMED, Options, Workload, adapter_params, said
+from headway.reports.metrics import is_number
 from headway.run import named_objective
 from headway.sweep import SweepJob, simulate
 from headway.types import UserError
@@ -29,20 +31,19 @@ from headway.types import UserError
 USABLE = 0.9
 """Of the memory that is free, so much may be planned with."""
 
-STEPS, SKIPPED = 30, 4
-"""Train steps of a simulation, and the first of them that its figures leave out."""
+MOST_ROLLOUTS = 20_000
+"""Of one simulation, so that it ends in seconds: with larger batches it takes fewer steps."""
 
 RUN_AHEADS = (0.0, 1.0, 2.0)
 """That are simulated beside the recipe's own."""
 
 LOOKED_AT = (
-    *("run.seed", "model", "adapter", "objective", "generate", "schedule", "prepare", "train", "simulate"),
-    "critic",
+    *("run.seed", "run.threads", "model.path", "model.device", "model.parity", "adapter", "objective", "schedule"),
+    *("generate.lanes", "generate.max_new_tokens", "generate.dtype", "generate.cache_bytes"),
+    *("prepare.micro_batch_tokens", "train.optimizer_steps", "train.passes", "train.compute_dtype"),
+    *("simulate.lengths", "simulate.mean_length", "simulate.prompt_tokens"),
 )
 """Settings that such a plan looks at."""
-
-Progress = Callable[[int], AbstractContextManager[Callable[[], object]]]
-"""As in `headway.planning.choose`."""
 
 
 def plan(
@@ -55,60 +56,79 @@ def plan(
 ) -> HerePlan:
     """source: a recipe, or the folder of a run. Raises UserError for whatever the user can mend."""
     run = measured(source) if source and source.is_dir() else None
-    resolved = _resolved(source, run, model, overrides)
-    config = resolved.config
-    if config.model.path is None:
-        raise UserError("which model? headway plan RECIPE, or headway plan --model MODEL --gpu GPU --num-gpus N")
-    shape = find_model(config.model.path)
-    workload = _workload(resolved, options, run)
-    job = _job(config, shape, workload)
     runs = [measured(folder) for folder in calibrate]
+    known = run or (runs[0] if runs else None)
+    recipe = run.run.folder / "config.toml" if run else source
+    words = [*([f"--model.path={model}"] if model else []), *overrides]
+    resolved = settings.resolve(recipe, words)
+    settings.only(resolved.origins, LOOKED_AT, "headway plan")
+    if resolved.config.model.path is None:
+        raise UserError("which model? headway plan RECIPE, or headway plan --model MODEL --gpu GPU --num-gpus N")
+    _check_device(resolved.config, known)
+    shape = find_model(resolved.config.model.path)
+    workload = _workload(resolved, options, known, over=run is not None)
+    job = _job(resolved.config, shape, workload)
     found = pace(runs) if runs else None
-    if found:
-        _check_calibration(config, shape, runs[0])
-    simulation = times(config, job, workload, found) if found else {}
-    schedules = _simulated(config, job, simulation, progress) if found else ()
+    for each in runs[:1]:
+        check_same_pace(each, resolved.config, "what is planned")
+    simulation = times(resolved.config, job, workload, found) if found else {}
     return HerePlan(
-        name=run.name if run else str(source or config.model.path),
+        name=run.name if run else str(source or resolved.config.model.path),
         job=job,
         pool=in_process(job),
         budget=USABLE * free_bytes(),
         assumptions=tuple(workload.assumptions),
+        assumed=_assumed(workload, known),
         pace=found,
         decode=_decode_points(runs),
-        schedules=schedules,
-        recipe=run.run.folder / "config.toml" if run else source,
+        schedules=_simulated(recipe, words, resolved.config, job, simulation, progress) if found else (),
+        recipe=recipe,
         settings=said(resolved),
         simulation=simulation,
         beside=_beside(run) if run else None,
     )
 
 
-def _resolved(source: Path | None, run: Measured | None, model: str | None, overrides: Sequence[str]) -> Resolved:
-    words = [*([f"--model.path={model}"] if model else []), *overrides]
-    if run is None:
-        resolved = settings.resolve(source, words)
-    else:
-        own = [f"--simulate.lengths=run:{run.run.folder}"]
-        resolved = settings.resolve(run.run.folder / "config.toml", [*own, *words])
-    settings.only(resolved.origins, LOOKED_AT, "headway plan")
-    return resolved
+def _check_device(config: Config, known: Measured | None) -> None:
+    """A GPU's memory is another one, and what is taken of it is taken at once."""
+    device = known.device if known else config.model.device
+    has_gpu = config.model.device is None and any(Path("/dev").glob("nvidia[0-9]*"))
+    if device not in (None, "cpu") or has_gpu:
+        raise UserError(
+            "a run in one process is planned on a CPU so far: for GPUs name them, headway plan --gpu GPU, or plan for "
+            "this machine's CPU with --model.device cpu"
+        )
 
 
-def _workload(resolved: Resolved, options: Options, run: Measured | None) -> Workload:
-    """Of a run lengths of prompts are known."""
+def _workload(resolved: Resolved, options: Options, known: Measured | None, *, over: bool) -> Workload:
+    """Lengths of prompts and answers are those of a run that is known, unless somebody says others. over: it is the
+    run itself that is planned, whatever its configuration says of simulations.
+    """
     assumed = {key: ASSUMED[key] for key in ("simulate.lengths", "simulate.prompt_tokens")}
     assumed["generate.lanes"] = resolved.config.generate.lanes
-    if run is None:
+    if known is None:
         return Workload(resolved, options, assumed)
-    prompts = [event["prompt_tokens"] for event in run.run.events if event.kind == "generated"]
-    return Workload(resolved, options, {**assumed, "simulate.prompt_tokens": fmean(prompts)}, "measured")
+    rollouts = (event for event in known.run.events if event.kind == "generated" and event["rollout"] >= 0)
+    prompts = [tokens for event in rollouts if is_number(tokens := event.fields.get("prompt_tokens"))]
+    if prompts:
+        assumed["simulate.prompt_tokens"] = fmean(prompts)
+    if options.mean_tokens is None:
+        assumed["simulate.lengths"] = f"run:{known.name}"
+    return Workload(resolved, options, assumed, f"as in {known.name}", known=over)
+
+
+def _assumed(workload: Workload, known: Measured | None) -> tuple[str, ...]:
+    """What nobody said and no run has shown."""
+    if known is not None:
+        return ()
+    names = {"simulate.prompt_tokens": "prompts of {:g} tokens", "simulate.mean_length": "answers of {:g} on average"}
+    guessed = {item.name: item.value for item in workload.assumptions if item.origin == "assumed"}
+    return tuple(words.format(guessed[name]) for name, words in names.items() if name in guessed)
 
 
 def _job(config: Config, shape: ModelShape, workload: Workload) -> InProcessJob:
     chosen = named_objective(config)
     adapter = adapter_params(config, shape)
-    on_cpu = config.model.device in (None, "cpu")
     return InProcessJob(
         shape=shape,
         models=Models(critic=chosen.needs_critic, reference=chosen.needs_reference, adapter_params=adapter),
@@ -119,9 +139,8 @@ def _job(config: Config, shape: ModelShape, workload: Workload) -> InProcessJob:
         micro_batch_tokens=workload.micro_batch_tokens,
         memory=free_bytes(),
         engine_bytes=2.0 if config.generate.dtype == "bfloat16" else 4.0,
-        packs=on_cpu and config.generate.dtype == "float32",
+        packs=config.generate.dtype == "float32",
         cache_bytes=config.generate.cache_bytes,
-        whole_cache=not on_cpu,
         half_products=config.train.compute_dtype == "bfloat16",
     )
 
@@ -136,33 +155,27 @@ def free_bytes() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _check_calibration(config: Config, shape: ModelShape, run: Measured) -> None:
-    """The pace of one model says nothing exact of another."""
-    if run.shape != shape:
-        raise UserError(
-            f"--calibrate {run.name} trained {run.shape.name}, and {shape.name} is planned: calibrate on a run of the "
-            "same model, a few steps will do"
-        )
-    if run.adapter != config.adapter.kind:
-        raise UserError(
-            f"--calibrate {run.name} has the adapter {run.adapter}, and {config.adapter.kind} is planned: calibrate on "
-            "a run with the same kind"
-        )
-
-
 # ---- time
 
 
 def _simulated(
-    config: Config, job: InProcessJob, simulation: Mapping[str, Any], progress: Progress
+    recipe: Path | None,
+    words: Sequence[str],
+    config: Config,
+    job: InProcessJob,
+    simulation: Mapping[str, Any],
+    progress: Progress,
 ) -> tuple[Schedule, ...]:
     """The recipe's schedule by the real scheduler, with its run_ahead and with others."""
     own = config.schedule.run_ahead
     run_aheads = sorted({*RUN_AHEADS, own})
-    length = {"run.steps": STEPS, "simulate.skip_steps": SKIPPED}
-    words = [f"--{key}={value}" for key, value in {**simulation, **length}.items()]
+    steps = max(SKIPPED + 6, min(STEPS, MOST_ROLLOUTS // job.batch))
+    length = {"run.steps": steps, "simulate.skip_steps": SKIPPED}
+    all_words = [*words, *(f"--{key}={value}" for key, value in {**simulation, **length}.items())]
     jobs = [
-        SweepJob({"schedule.run_ahead": f"{run_ahead:g}"}, [], settings.resolve(None, [*words, _ahead(run_ahead)]))
+        SweepJob(
+            {"schedule.run_ahead": f"{run_ahead:g}"}, [], settings.resolve(recipe, [*all_words, _ahead(run_ahead)])
+        )
         for run_ahead in run_aheads
     ]
     with progress(len(jobs)) as done:
@@ -194,10 +207,12 @@ def _schedule(run_ahead: float, figures: Mapping[str, Any], job: InProcessJob, *
 def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) -> dict[str, Any]:
     """Settings of the simulation of a recipe at a measured pace.
 
-    The first token of an answer comes out of its prompt's pass, and a prompt is computed once for its group.
+    The first token of an answer comes out of its prompt's pass. A prompt is computed once for its group, so each of its
+    rollouts has a share of it to compute, and all of it to read.
     """
     answers, kv_bytes = job.answers, job.shape.kv_bytes_per_token(job.engine_bytes)
     later = max(0.0, answers.mean - 1) / answers.mean
+    shared = answers.prompt * (1 - 1 / job.group)
     values = {
         "run.seed": config.run.seed,
         "generate.lanes": job.lanes,
@@ -208,11 +223,11 @@ def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) ->
         "simulate.mean_length": workload.mean,
         "simulate.longest": workload.longest,
         "simulate.overhead_s": later * found.pass_s,
-        "simulate.rollout_s": later * found.row_s,
+        "simulate.rollout_s": later * (found.row_s + found.cached_s * shared),
         "simulate.weight_bytes": 1.0,  # read in pass_s
         "simulate.kv_bytes_per_token": kv_bytes,
-        "simulate.bandwidth_bytes_per_s": kv_bytes / (later * found.cached_s) if found.cached_s else 1e18,
-        "simulate.prompt_tokens": answers.prompt,
+        "simulate.bandwidth_bytes_per_s": kv_bytes / (later * found.cached_s) if later * found.cached_s else 1e18,
+        "simulate.prompt_tokens": answers.prompt / job.group,
         "simulate.train_time": train_step_s(config, job, found),
         "simulate.sync_time": found.sync_s,
         "simulate.score_time": found.score_s,
@@ -220,7 +235,7 @@ def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) ->
         "simulate.trainer_slowdown": found.trainer_slowdown,
     }
     if found.prefill_s:
-        values["simulate.prefill_tokens_per_s"] = job.group / found.prefill_s
+        values["simulate.prefill_tokens_per_s"] = 1 / found.prefill_s
     return values
 
 
@@ -236,7 +251,8 @@ def train_step_s(config: Config, job: InProcessJob, found: Pace) -> float:
     passes = config.train.passes * trained + job.models.reference + named_objective(config).needs_proximal(updates)
     if job.models.critic:
         passes += 3.0 * config.train.passes + 1.0
-    return train_flops(job.shape, tokens, pairs, passes) / found.rate + updates * found.update_s + found.rest_s
+    arithmetic_s = train_flops(job.shape, tokens, pairs, passes) / found.rate
+    return arithmetic_s + updates * found.update_s + tokens * found.rest_s
 
 
 # ---- measured
@@ -262,4 +278,4 @@ def _beside(run: Measured) -> Beside:
     ]
     if not steps:
         raise UserError(f"{run.name}: every train step of it shares its time with an evaluation; give a longer run")
-    return Beside(run.name, max(row["peak_memory_bytes"] for row in run.run.work), fmean(steps), len(steps))
+    return Beside(run.name, run.peak_bytes, fmean(steps), len(steps))

@@ -6,23 +6,25 @@ out: kernels are made and memory is taken in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
+from headway.config import Config, resolve
 from headway.plan.gpus import Gpu
 from headway.plan.here import Pace
 from headway.plan.models import find_model
 from headway.plan.roofline import Efficiency
 from headway.plan.shapes import ModelShape
+from headway.reports.metrics import is_number
 from headway.reports.record import WORK, RunRecord, read_run
 from headway.simulate.recording import read_recording
 from headway.types import UserError
 
-ENOUGH_STEPS = 3
-"""Train steps that a run must have for its pace to be known: one of them is left out."""
+ENOUGH_STEPS = 2
+"""Train steps that a run must have beside its first for its pace to be known."""
 
 ENOUGH_ALONE = 4
 """Pieces of work of a kind that had the machine to themselves, to know how long one takes."""
@@ -31,19 +33,28 @@ Work = dict[str, Any]
 """A row of `headway.work.WorkLog.take`."""
 
 
+AMOUNTS = {
+    "pass": ("rows", "prefill", "cached"),
+    **dict.fromkeys(("train", "forward", "critic train", "critic forward"), ("tokens", "pairs")),
+}
+"""What a row of work says of its size, by kind; others have none."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A run that is over, as a plan would describe it.
 
-    model, adapter: as its configuration names them; work: of all train steps but the first.
+    config: as it was run; device: as torch calls it; peak_bytes; work: of all train steps but the first of the run and
+    the first after each resume; rest_s: of the trainer beside its work, for each token that it trained.
     """
 
     run: RunRecord
-    model: str
-    adapter: str
+    config: Config
     device: str
+    peak_bytes: float
     shape: ModelShape
     work: Sequence[Work]
+    rest_s: float
 
     @property
     def name(self) -> str:
@@ -53,39 +64,81 @@ class Measured:
 def measured(folder: Path) -> Measured:
     """Raises UserError where the run holds no work, or too little of it."""
     run = read_run(folder)
-    rows = [row for row in run.work if isinstance(row.get("work"), list)]
-    if not rows:
+    if not run.config:
+        raise UserError(f"{folder} holds no config.toml that can be read, so what was run there is not known")
+    config = resolve(folder / "config.toml").config
+    steps = _steps(run)
+    if not steps:
         raise UserError(
-            f"{folder} holds no {WORK}: it is a simulation, or an older Headway made it, and how fast its machine was "
-            "is not known"
+            f"{folder} holds no {WORK} of train steps: none of them ended, or it is a simulation, or an older Headway "
+            "made it; how fast its machine was is not known"
         )
-    if len(rows) < ENOUGH_STEPS:
+    begun = {event.fields.get("version", 0) + 1 for event in run.events if event.kind == "run"}
+    counted = [row for row in steps if row["version"] not in begun]
+    if len(counted) < ENOUGH_STEPS:
         raise UserError(
-            f"{folder} has {len(rows)} train steps, and it takes {ENOUGH_STEPS} to know the pace: the first is left out"
+            f"{folder} has {len(counted)} train steps beside the first, and it takes {ENOUGH_STEPS} to know the pace"
         )
-    model = run.setting("model.path", "")
-    first = min(row["version"] for row in rows)
+    work = [each for row in counted for each in row["work"]]
+    tokens = sum(each["tokens"] for each in work if each["kind"] == "train")
+    beside_s = sum(row["trainer_s"] - _seconds(row["work"]) for row in counted)
     return Measured(
         run=run,
-        model=model,
-        adapter=run.setting("adapter.kind", "none"),
-        device=rows[-1].get("device", "cpu"),
-        shape=find_model(model),
-        work=[work for row in rows if row["version"] > first for work in row["work"]],
+        config=config,
+        device=steps[-1]["device"],
+        peak_bytes=max(row["peak_memory_bytes"] for row in steps),
+        shape=find_model(config.model.path or ""),
+        work=work,
+        rest_s=max(0.0, beside_s / tokens) if tokens else 0.0,
     )
+
+
+def _steps(run: RunRecord) -> list[dict[str, Any]]:
+    """Rows of work, the last one of each version; lines that say too little are left out."""
+    kept = {row["version"]: row for row in run.work if _is_whole(row)}
+    return [kept[version] for version in sorted(kept)]
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    work = row.get("work")
+    numbers = all(is_number(row.get(name)) for name in ("peak_memory_bytes", "trainer_s"))
+    return numbers and isinstance(row.get("device"), str) and isinstance(work, list) and all(map(_is_work, work))
+
+
+def _is_work(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return False
+    names = ("share", "num", "seconds", *AMOUNTS.get(row["kind"], ()))
+    return all(is_number(row.get(name)) for name in names) and row["num"] > 0
+
+
+SAME_PACE = ("model.path", "adapter.kind", "model.parity", "generate.dtype", "train.compute_dtype", "run.threads")
+"""Settings without which a machine goes at another pace."""
+
+
+def check_same_pace(run: Measured, config: Config, whose: str) -> None:
+    """Raises UserError where the run says nothing exact of `config`, which is that of `whose`."""
+    for key in SAME_PACE:
+        mine, its = run.config.setting(key), config.setting(key)
+        if mine != its and not (key == "model.path" and find_model(its or "") == run.shape):
+            raise UserError(
+                f"--calibrate {run.name} has {key} {mine}, and {whose} has {its}: calibrate on a run with the "
+                "same one, a few steps will do"
+            )
 
 
 def pace(runs: Sequence[Measured]) -> Pace:
     """Of runs of one model on one machine. Raises UserError where they are not."""
     first = runs[0]
     for other in runs[1:]:
-        for what, mine, its in (
-            ("model", first.model, other.model),
-            ("adapter", first.adapter, other.adapter),
-            ("device", first.device, other.device),
-        ):
-            if mine != its:
-                raise UserError(f"--calibrate: {first.name} has the {what} {mine}, and {other.name} has {its}")
+        check_same_pace(first, other.config, other.name)
+        if first.device != other.device:
+            raise UserError(f"--calibrate: {first.name} ran on {first.device}, and {other.name} on {other.device}")
+    if not first.config.run.share_cores:
+        raise UserError(
+            f"--calibrate {first.name}: with run.share_cores = false engine and trainer compute on the same cores at "
+            "the same time, and what each takes alone can't be told; calibrate on a run that shares them"
+        )
     work = [row for run in runs for row in run.work]
     decoding = _decoding(first, [row for row in work if row["kind"] == "pass"])
     rate, trainer_slowdown = _rate(first, [row for row in work if row["kind"] in PASSES])
@@ -95,15 +148,27 @@ def pace(runs: Sequence[Measured]) -> Pace:
         cached_s=decoding.cached_s,
         prefill_s=decoding.prefill_s,
         rate=rate,
-        update_s=_mean_s(work, "update"),
-        rest_s=fmean(_rest_s(run) for run in runs),
+        update_s=_mean_s(work, "update") + _mean_s(work, "critic update"),
+        rest_s=fmean(run.rest_s for run in runs),
         sync_s=fmean(fmean(_recording(run).sync.seen_s.values()) for run in runs),
         score_s=fmean(_score_s(run) for run in runs),
         engine_slowdown=decoding.slowdown,
         trainer_slowdown=trainer_slowdown,
         device=first.device,
         source=", ".join(run.name for run in runs),
+        assumed=_not_seen(work),
     )
+
+
+def _not_seen(work: Sequence[Work]) -> tuple[str, ...]:
+    """Of engine and trainer, whose slowdown is assumed: its work was not seen both alone and beside the other's."""
+    found = []
+    for who, kinds in (("engine", ("pass",)), ("trainer", tuple(PASSES))):
+        rows = [row for row in work if row["kind"] in kinds]
+        alone = sum(row["num"] for row in rows if row["share"] == 1.0)
+        if alone < ENOUGH_ALONE or all(row["share"] == 1.0 for row in rows):
+            found.append(who)
+    return tuple(found)
 
 
 PASSES = {"train": 3.0, "forward": 1.0, "critic train": 3.0, "critic forward": 1.0}
@@ -126,7 +191,7 @@ def _rate(run: Measured, rows: Sequence[Work]) -> tuple[float, float]:
         raise UserError(f"--calibrate {run.name}: its trainer made no pass that was measured")
 
     def flops(row: Work) -> float:
-        return train_flops(run.shape, row["tokens"], row["pairs"], passes_of(row["kind"], run.adapter))
+        return train_flops(run.shape, row["tokens"], row["pairs"], passes_of(row["kind"], run.config.adapter.kind))
 
     alone, shared = _alone(rows), [row for row in rows if row["share"] < 1]
     rate = sum(map(flops, alone)) / sum(row["seconds"] for row in alone)
@@ -173,8 +238,7 @@ def _decoding(run: Measured, rows: Sequence[Work]) -> _Decoding:
     """
     if not rows:
         raise UserError(f"--calibrate {run.name}: its engine made no pass that was measured")
-    contexts = [row["cached"] / row["rows"] for row in rows if row["rows"]]
-    varied = bool(contexts) and max(contexts) >= VARIED * min(contexts)
+    varied = _contexts_vary(rows)
     of_pass = 0.0 if varied else run.shape.kv_bytes_per_token(1) / run.shape.num_touched_params(1)
     columns: list[Callable[[Work], float]] = [lambda row: row["num"] + of_pass * row["cached"]]
     if run.device == "cpu":
@@ -219,14 +283,6 @@ def _mean_s(rows: Iterable[Work], kind: str) -> float:
     return sum(row["seconds"] for row in found) / num if num else 0.0
 
 
-def _rest_s(run: Measured) -> float:
-    """Of a train step, from the batch that was taken to the new weights, what is no measured work."""
-    spent = {row["version"]: _seconds(row["work"]) for row in run.run.work}
-    steps = _recording(run).train.seen_s  # by the version that a step begins from
-    rests = [took_s - spent[version + 1] for version, took_s in steps.items() if version + 1 in spent]
-    return max(0.0, median(rests[1:])) if len(rests) > 1 else 0.0
-
-
 def _seconds(work: Iterable[Work]) -> float:
     return sum(row["seconds"] for row in work if row["kind"] != "pass")
 
@@ -251,13 +307,26 @@ def efficiency(runs: Sequence[Measured], gpu: Gpu) -> dict[str, float]:
             f"--calibrate {found.source} ran on {found.device}, which says nothing of a {gpu.title}: "
             + ("leave out --gpu to plan a run on this machine" if found.device == "cpu" else "plan for what it ran on")
         )
-    shape, engine_bytes = runs[0].shape, 2.0 if runs[0].run.setting("generate.dtype") == "bfloat16" else 4.0
+    shape, engine_bytes = runs[0].shape, 2.0 if runs[0].config.generate.dtype == "bfloat16" else 4.0
     shares = {"training": found.rate / gpu.bf16_flops}
-    if found.cached_s:
-        shares["bandwidth"] = shape.kv_bytes_per_token(engine_bytes) / (gpu.bandwidth * found.cached_s)
     if found.prefill_s:
         shares["prefill"] = 2.0 * shape.num_matrix_params / (gpu.bf16_flops * found.prefill_s)
-    shares = {name: min(1.0, share) for name, share in shares.items()}
+    if _contexts_vary(runs[0].work) and found.cached_s:
+        shares["bandwidth"] = shape.kv_bytes_per_token(engine_bytes) / (gpu.bandwidth * found.cached_s)
+    for name, share in shares.items():
+        if share > 1:
+            raise UserError(
+                f"--calibrate {found.source}: by its {name} the GPU reached {share:.0%} of what a {gpu.title} can, so "
+                "it is another one, or the run's work was not timed rightly"
+            )
     bandwidth = gpu.bandwidth * shares.get("bandwidth", Efficiency().bandwidth)
     reading_s = engine_bytes * shape.num_touched_params(1) / bandwidth
-    return {**shares, "step_overhead_s": max(0.0, found.pass_s - reading_s)}
+    passes = [row for row in runs[0].work if row["kind"] == "pass"]
+    rows = sum(row["rows"] for row in passes) / sum(row["num"] for row in passes)
+    return {**shares, "step_overhead_s": max(0.0, found.pass_s + found.row_s * rows - reading_s)}
+
+
+def _contexts_vary(work: Sequence[Work]) -> bool:
+    """Whether what a cached token costs can be told from the rest of a pass."""
+    contexts = [row["cached"] / row["rows"] for row in work if row["kind"] == "pass" and row["rows"]]
+    return bool(contexts) and max(contexts) >= VARIED * min(contexts)

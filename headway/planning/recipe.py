@@ -52,6 +52,7 @@ def _objective(request: Request) -> dict[str, Any]:
 
 def _written(recipe: Path | None, values: Mapping[str, Any], said: Sequence[str]) -> str:
     document = tomlkit.parse(recipe.read_text(encoding="utf-8")) if recipe else tomlkit.document()
+    document.get("run", {}).pop("out", None)  # the folder of a run that is there already
     for key, value in values.items():
         section, name = key.split(".")
         document.setdefault(section, tomlkit.table())[name] = value

@@ -180,8 +180,8 @@ def _said(options: Options, models: Models, resolved: Resolved) -> list[Assumpti
 class Workload:
     """Sizes of batches and answers: those of the recipe and the command line, and assumed ones for the rest.
 
-    assumed: by key; what it lacks is as a run would have it; origin: where all that is from. lanes_said: whether
-    somebody did.
+    assumed: by key; what it lacks is as a run would have it; origin: where all that is from; known: it goes
+    before what a recipe says. lanes_said: whether somebody did.
     """
 
     def __init__(
@@ -190,8 +190,10 @@ class Workload:
         options: Options,
         assumed: Mapping[str, object] = ASSUMED,
         origin: str = "assumed",
+        *,
+        known: bool = False,
     ) -> None:
-        self._resolved, self._assumed, self._origin = resolved, assumed, origin
+        self._resolved, self._assumed, self._origin, self._known = resolved, assumed, origin, known
         self.assumptions: list[Assumption] = []
         self.batch = int(self._value("schedule.batch_size"))
         self.group = int(self._value("schedule.group_size"))
@@ -200,7 +202,7 @@ class Workload:
         self.longest = self._tokens("longest", options.longest, "generate.max_new_tokens")
         self.prompt_tokens = self._tokens("prompt-tokens", options.prompt_tokens, "simulate.prompt_tokens")
         self.lengths = str(self._value("simulate.lengths"))
-        self.mean = self._tokens("mean-tokens", options.mean_tokens, "simulate.mean_length", self.longest / 4)
+        self.mean = self._mean(options)
         self.micro_batch_tokens = resolved.config.prepare.micro_batch_tokens
         said = resolved.origins["schedule.run_ahead"] != "default"
         self.run_ahead = resolved.config.schedule.run_ahead if said else None
@@ -209,13 +211,21 @@ class Workload:
 
     def _value(self, key: str, assumed: object = None) -> Any:
         origin = self._resolved.origins[key]
-        if origin == "default":
+        if origin == "default" or (self._known and key in self._assumed and origin != "command line"):
             usual = self._assumed.get(key, self._resolved.config.setting(key))
             value, origin = (usual if assumed is None else assumed), self._origin
         else:
             value = self._resolved.config.setting(key)
         self.assumptions.append(Assumption(key, value, origin))
         return value
+
+    def _mean(self, options: Options) -> float:
+        """Lengths out of a run or a file have their own."""
+        if self.lengths.startswith(("run:", "file:")):
+            if options.mean_tokens is not None:
+                raise UserError(f"--mean-tokens {options.mean_tokens} does nothing where lengths are {self.lengths}")
+            return 1.0
+        return self._tokens("mean-tokens", options.mean_tokens, "simulate.mean_length", self.longest / 4)
 
     def _tokens(self, option: str, word: str | None, key: str, assumed: object = None) -> float:
         """By an option of the command, where it was given, else by a setting."""

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from headway.plan.here import HerePlan, Pace, Schedule
+from headway.plan.proposal import NEAR
 from headway.reports import plan_table
 from headway.reports.plan_table import Titled, columns, gigabytes
 from headway.reports.wording import percent
@@ -50,6 +51,8 @@ def verdict(plan: HerePlan) -> list[str]:
     """In sentences."""
     peak = gigabytes(plan.pool.peak.expected)
     said = [f"{peak} GB at the peak {'fit' if plan.fits else 'do not fit'} into {gigabytes(plan.budget)} GB"]
+    if plan.assumed:
+        said.append(f"that is for {' and '.join(plan.assumed)}, which nobody said: --prompt-tokens, --mean-tokens")
     if not plan.fits:
         largest = sorted(plan.pool.peak.lines, key=lambda line: line.expected, reverse=True)[:2]
         most = " and ".join(f"{line.name} {gigabytes(line.expected)}" for line in largest)
@@ -67,7 +70,7 @@ def verdict(plan: HerePlan) -> list[str]:
 
 def _advice(own: Schedule, chosen: Schedule) -> str:
     if chosen.run_ahead == own.run_ahead:
-        return f"recommended: run_ahead {own.run_ahead:g}; none with less lag comes within 2 % of the fastest"
+        return f"recommended: run_ahead {own.run_ahead:g}; none with less lag comes within {NEAR:.0%} of the fastest"
     gain = chosen.tokens_per_s / own.tokens_per_s
     return (
         f"recommended: run_ahead {chosen.run_ahead:g}, {gain:.2f} times as many tokens a second, token lag "
@@ -90,12 +93,13 @@ def pace_rows(plan: HerePlan, pace: Pace) -> list[tuple[str, str, str]]:
         ("prefill", _rate(pace.prefill_s), "of prompts, each once for its group"),
         ("training", f"{pace.rate / 1e9:,.0f} GFLOP/s", "of passes over a micro-batch, alone"),
         ("an optimizer step", f"{pace.update_s:.3g} s", ""),
-        ("the rest of a train step", f"{pace.rest_s:.3g} s", "advantages, packing, diagnostics"),
+        ("the rest of a train step", f"{pace.rest_s * 1e6:,.0f} us a token", "advantages, packing, diagnostics"),
         ("new weights", f"{pace.sync_s:.3g} s", "from trained to published"),
         (
             "while both work",
             f"{pace.engine_slowdown:.2f}, {pace.trainer_slowdown:.2f}",
-            "times as long take engine and trainer, which share this machine",
+            "times as long take engine and trainer, which share this machine"
+            + (f"; of the {' and the '.join(pace.assumed)} assumed: no run has shown it" if pace.assumed else ""),
         ),
     ]
 
@@ -169,6 +173,7 @@ def to_json(plan: HerePlan) -> dict[str, Any]:
         "assumptions": [asdict(item) for item in plan.assumptions],
         "memory": {phase.name: plan_table.phase_figures(phase) for phase in plan.pool.phases},
         "budget_bytes": plan.budget,
+        "assumed": list(plan.assumed),
         "fits": plan.fits,
         "pace": asdict(plan.pace) if plan.pace else None,
         "schedules": [asdict(schedule) for schedule in plan.schedules],

@@ -140,7 +140,7 @@ def memory(pools: Sequence[Pool], budget: float, measured: float | None = None) 
 
 
 def _roofline(plan: Plan) -> go.Figure:
-    curves = plan.shown.curves
+    curves = plan.curves
     figure = go.Figure()
     styles = {
         "memory": {"color": BLUE, "dash": "dot"},

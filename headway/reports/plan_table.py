@@ -159,7 +159,7 @@ def times(plan: Plan) -> list[tuple[str, str, str]]:
             f"all engines, all lanes busy; there is room for {took.room:,} rollouts at their longest",
         ),
         ("prefill", f"{took.prefill_tokens_per_s:,.0f} tokens/s", f"prompts of {request.answers.prompt:g} tokens"),
-        ("an answer", f"{took.rollout_s:.3g} s", f"of {request.answers.mean:,.0f} tokens, while others are prefilled"),
+        ("an answer", f"{took.answer_s:.3g} s", f"of {request.answers.mean:,.0f} tokens, while others are prefilled"),
         ("a train step", f"{took.train_s:.3g} s", _train_step(plan)),
         *((f"new weights by {way.name}", milliseconds(way.seconds), way.why) for way in took.sync_ways),
     ]
@@ -242,8 +242,9 @@ BATCH_COLUMNS = ("batch", "lanes", "tokens/s", "step s", "mean lag", "token lag"
 
 def batch_row(batch: int, lanes: int, candidate: Candidate, *, price: bool) -> list[str]:
     """By BATCH_COLUMNS."""
-    figures = candidate.figures
-    assert figures is not None
+    figures, memory = candidate.figures, gigabytes(candidate.layout.placed.fullest)
+    if figures is None:
+        return [str(batch), str(lanes), "does not fit", *[""] * 3, memory, *[""] * price]
     cells = [
         str(batch),
         str(lanes),
@@ -251,7 +252,7 @@ def batch_row(batch: int, lanes: int, candidate: Candidate, *, price: bool) -> l
         f"{figures.step_s:.3g}",
         f"{figures.mean_lag:.2f}",
         f"{figures.token_lag:.2f}",
-        gigabytes(candidate.layout.placed.fullest),
+        memory,
     ]
     return [*cells, f"{figures.price:.3g}"] if price else cells
 

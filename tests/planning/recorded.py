@@ -17,7 +17,7 @@ from headway.trace import TraceFile
 MODEL = "smollm2-135m"
 SHAPE = find_model(MODEL)
 
-PASS_S, ROW_S, PREFILL_S, RATE, UPDATE_S = 0.02, 0.001, 0.001, 2e11, 0.3
+PASS_S, ROW_S, PREFILL_S, RATE, UPDATE_S, REST_S = 0.02, 0.001, 0.001, 2e11, 0.3, 1e-4
 """The pace of all of them."""
 
 CACHED_S = PASS_S * SHAPE.kv_bytes_per_token(1) / SHAPE.num_touched_params(1)
@@ -38,7 +38,7 @@ def recorded(
     """
     folder.mkdir(parents=True)
     given = [f"--model.path={MODEL}", f"--run.steps={steps}", "--train.learning-rate=1e-5", *words]
-    train_s = UPDATE_S + _trained(1.0, None, "lora" if "lora" in words else "none")["seconds"]
+    train_s = UPDATE_S + _trained(1.0, None, "lora" if "lora" in words else "none")["seconds"] + REST_S * 32 * 12
     resolved = resolve(None, [*given, "--simulate.train-time", str(train_s), "--simulate.mean-length", "12"])
     (folder / "config.toml").write_text(resolved.to_toml())
     trace = TraceFile(folder / "trace.jsonl")
@@ -53,10 +53,12 @@ def recorded(
             work = [_pass(rng, share, slowdown, cached_s, context) for _ in range(20) for share in shares]
             work += [_trained(share, slowdown, adapter) for share in shares]
             work.append({"kind": "update", "share": 1.0, "num": 1, "seconds": UPDATE_S})
-            row = {"version": version, "device": device, "cores": 2, "peak_memory_bytes": 6_400_000_000, "work": work}
             if version == 1:
                 for each in work:
                     each["seconds"] *= 50  # kernels are made
+            spent = sum(each["seconds"] for each in work if each["kind"] != "pass")
+            row = {"version": version, "device": device, "cores": 2, "peak_memory_bytes": 6_400_000_000, "work": work}
+            row["trainer_s"] = spent + REST_S * 32 * 12 * len(shares)
             file.write(json.dumps(row) + "\n")
     return folder
 

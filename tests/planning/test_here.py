@@ -43,7 +43,8 @@ def test_the_time_of_a_train_step_by_hand(tmp_path):
     job = InProcessJob(known.SHAPE, Models(), Answers.of(50, [12.0], 12), 32, 32, 8, 1280, 1e12)
     pairs = 32 * (12 * 50 + 72) + 4 * 1250
     flops = 3 * (2 * 134_515_008 * 584 + known.SHAPE.attention_flops(1) * pairs)
-    assert train_step_s(config, job, found) == pytest.approx(flops / known.RATE + known.UPDATE_S + found.rest_s)
+    expected = flops / known.RATE + known.UPDATE_S + 584 * known.REST_S
+    assert train_step_s(config, job, found) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 1.6])
@@ -110,6 +111,7 @@ def test_the_recommended_schedule_is_written_as_a_recipe(tmp_path):
     assert run(folder, "--calibrate", folder, "--write", written).exit_code == 0
     config = resolve(written).config
     assert config.run.name == "mine"
+    assert config.run.out is None
     assert config.simulate.overhead_s == pytest.approx(11 / 12 * known.PASS_S, rel=0.02)
     assert config.schedule.run_ahead == planned(folder, folder).chosen.run_ahead  # type: ignore[union-attr]
     refused = run(folder, "--write", tmp_path / "no.toml")
@@ -118,10 +120,39 @@ def test_the_recommended_schedule_is_written_as_a_recipe(tmp_path):
 
 def test_another_model_or_adapter_is_refused(tmp_path):
     folder = recorded(tmp_path / "run", *ROOFLINE)
-    with pytest.raises(UserError, match=r"trained SmolLM2-135M, and Qwen2\.5-0\.5B is planned"):
-        planned(folder, folder, overrides=["--model.path=qwen2.5-0.5b"])
-    with pytest.raises(UserError, match="has the adapter none, and lora is planned"):
-        planned(folder, folder, overrides=["--adapter.kind=lora", "--adapter.rank=8"])
+    for overrides, said in (
+        (["--model.path=qwen2.5-0.5b"], r"has model\.path smollm2-135m, and what is planned has qwen2\.5-0\.5b"),
+        (["--adapter.kind=lora", "--adapter.rank=8"], r"has adapter\.kind none, and what is planned has lora"),
+        (["--generate.dtype=bfloat16"], r"has generate\.dtype float32, and what is planned has bfloat16"),
+        (["--run.threads=1"], r"has run\.threads None, and what is planned has 1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            planned(folder, folder, overrides=overrides)
+
+
+def test_a_recipe_has_the_lengths_of_the_run_it_is_calibrated_on(tmp_path):
+    """Unless somebody says others; without a run what was assumed is part of the verdict."""
+    folder, recipe = recorded(tmp_path / "run", *ROOFLINE), tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'[model]\npath = "{known.MODEL}"\n[generate]\nmax_new_tokens = 16\nlanes = 32\n'
+        "[schedule]\nbatch_size = 32\ngroup_size = 8\n"
+    )
+    of_run, of_recipe = planned(folder, folder), planned(recipe, folder)
+    assert of_recipe.job.answers.mean == pytest.approx(of_run.job.answers.mean)
+    assert of_recipe.own.step_s == pytest.approx(of_run.own.step_s, rel=0.1)  # type: ignore[union-attr]
+    origins = {item.name: item.origin for item in of_recipe.assumptions}
+    assert origins["simulate.lengths"] == f"as in {folder}"
+    longer = here.plan(recipe, Options(mean_tokens="3"), None, [], [folder])
+    assert longer.job.answers.mean == pytest.approx(3, rel=0.2)
+    alone = run(recipe).output
+    assert "prompts of 512 tokens and answers of 4 on average, which nobody said" in " ".join(alone.split())
+
+
+@pytest.mark.parametrize("words", [["--schedule.overlap=false"], ["--schedule.redundant=4"]])
+def test_the_recipes_own_schedule_is_simulated(tmp_path, words):
+    folder = recorded(tmp_path / "run", *ROOFLINE, "--schedule.run-ahead=1", slowdown=1.0)
+    usual, other = planned(folder, folder), planned(folder, folder, overrides=words)
+    assert other.own.step_s != pytest.approx(usual.own.step_s, rel=0.01)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +163,8 @@ def test_another_model_or_adapter_is_refused(tmp_path):
         (["--quick"], "--quick is for a plan on GPUs"),
         (["--calibrate", "nowhere"], "there is no run folder nowhere"),
         (["--report.sinks", "wandb"], "does nothing in headway plan"),
+        (["--train.learning-rate", "1e-3"], "does nothing in headway plan"),
+        (["--model.device", "cuda"], "a run in one process is planned on a CPU so far"),
         (["--gpu", "h100", "--calibrate", "RUN"], "ran on cpu, which says nothing of a H100 SXM"),
     ],
 )

@@ -20,6 +20,8 @@ def test_a_known_pace_is_recovered(tmp_path):
     assert found.cached_s == pytest.approx(known.CACHED_S, rel=1e-6)
     assert found.rate == pytest.approx(known.RATE, rel=1e-6)
     assert found.update_s == pytest.approx(known.UPDATE_S)
+    assert found.rest_s == pytest.approx(known.REST_S, rel=1e-6)
+    assert found.assumed == ("engine", "trainer")
     assert (found.engine_slowdown, found.trainer_slowdown) == (2.0, 2.0)  # nothing was ever done beside the other
 
 
@@ -33,6 +35,7 @@ def test_how_much_slower_work_is_beside_other_work(tmp_path):
     found = pace([measured(recorded(tmp_path / "run", slowdown=1.6))])
     assert found.engine_slowdown == pytest.approx(1.6, rel=1e-6)
     assert found.trainer_slowdown == pytest.approx(1.6, rel=1e-6)
+    assert found.assumed == ()
     assert found.rate == pytest.approx(known.RATE, rel=1e-6)
 
 
@@ -50,7 +53,7 @@ def test_several_runs_are_joined(tmp_path):
 def test_runs_of_different_adapters_are_refused(tmp_path):
     one = measured(recorded(tmp_path / "one"))
     other = measured(recorded(tmp_path / "other", "--adapter.kind", "lora", "--adapter.rank", "8"))
-    with pytest.raises(UserError, match=r"has the adapter none, and .*other has lora"):
+    with pytest.raises(UserError, match=r"has adapter\.kind none, and .*other has lora"):
         pace([one, other])
 
 
@@ -61,8 +64,31 @@ def test_a_run_without_work_is_refused(tmp_path):
         measured(folder)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"version": 4}', '{"version": 4, "work": [{"num": 1}]}', '{"version": 4, "work": 3, "device": "cpu"}', "[]"],
+)
+def test_a_line_that_says_too_little_is_left_out(tmp_path, line):
+    folder = recorded(tmp_path / "run")
+    with (folder / WORK).open("a") as file:
+        file.write(line + "\n")
+    assert pace([measured(folder)]).pass_s == pytest.approx(known.PASS_S, rel=1e-6)
+
+
+def test_a_run_without_a_configuration_is_refused(tmp_path):
+    folder = recorded(tmp_path / "run")
+    (folder / "config.toml").unlink()
+    with pytest.raises(UserError, match=r"holds no config\.toml that can be read"):
+        measured(folder)
+
+
+def test_a_run_on_cores_that_are_not_shared_out_is_refused(tmp_path):
+    with pytest.raises(UserError, match="what each takes alone can't be told"):
+        pace([measured(recorded(tmp_path / "run", "--run.share-cores=false"))])
+
+
 def test_too_short_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has 2 train steps, and it takes 3"):
+    with pytest.raises(UserError, match="has 1 train steps beside the first, and it takes 2"):
         measured(recorded(tmp_path / "run", steps=2))
 
 
@@ -79,12 +105,33 @@ def test_efficiencies_of_a_gpu_are_what_it_reached(tmp_path):
     """
     h100 = find_gpu("h100")
     folder = recorded(tmp_path / "run", device="NVIDIA H100 80GB HBM3", cached_s=20e-9, context=(20, 9000))
-    reached = efficiency([measured(folder)], h100)
+    run = measured(folder)
+    reached, passes = efficiency([run], h100), [row for row in run.work if row["kind"] == "pass"]
     assert reached["bandwidth"] == pytest.approx(46_080 / 20e-9 / h100.bandwidth, rel=1e-3)
     assert reached["training"] == pytest.approx(known.RATE / h100.bf16_flops)
     assert reached["prefill"] == pytest.approx(2 * 134_515_008 / known.PREFILL_S / h100.bf16_flops, rel=0.01)
     reading_s = 4 * known.SHAPE.num_touched_params(1) / (46_080 / 20e-9)
-    assert reached["step_overhead_s"] == pytest.approx(known.PASS_S - reading_s, rel=1e-3)
+    rows = sum(row["rows"] for row in passes) / sum(row["num"] for row in passes)
+    assert reached["step_overhead_s"] == pytest.approx(known.PASS_S + known.ROW_S * rows - reading_s, rel=1e-3)
+
+
+def test_where_contexts_are_alike_bandwidth_is_not_guessed_from_them(tmp_path):
+    """20 ms of a pass and 1 ms for each of its rollouts, less half a gigabyte at the usual share of the bandwidth."""
+    h100 = find_gpu("h100")
+    folder = recorded(tmp_path / "run", device="NVIDIA H100 80GB HBM3")
+    run = measured(folder)
+    reached = efficiency([run], h100)
+    assert "bandwidth" not in reached
+    passes = [row for row in run.work if row["kind"] == "pass"]
+    rows = sum(row["rows"] for row in passes) / sum(row["num"] for row in passes)
+    reading_s = 4 * known.SHAPE.num_touched_params(1) / (0.8 * h100.bandwidth)
+    assert reached["step_overhead_s"] == pytest.approx(known.PASS_S + known.ROW_S * rows - reading_s, rel=1e-3)
+
+
+def test_more_than_a_gpu_can_is_refused(tmp_path):
+    folder = recorded(tmp_path / "run", device="NVIDIA L4", cached_s=1e-12, context=(20, 9000))
+    with pytest.raises(UserError, match=r"the GPU reached .* of what a L4 can"):
+        efficiency([measured(folder)], find_gpu("l4"))
 
 
 @pytest.mark.parametrize(
