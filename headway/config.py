@@ -637,6 +637,12 @@ class Simulate(Section):
     trainer_slowdown: float | None = Field(
         default=None, ge=1, description="of a roofline: the same of the trainer while the engine works; default 1"
     )
+    micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="of a train step: whether the trainer is slowed down is settled when each begins; default 1",
+    )
     prompt_tokens: float | None = Field(
         default=None, ge=0, description="of every prompt, in its cache from the start; default 0"
     )
@@ -680,6 +686,7 @@ ROOFLINE: dict[str, float] = {
     "rollout_s": 0,
     "engine_slowdown": 1,
     "trainer_slowdown": 1,
+    "micro_batches": 1,
     "prompt_tokens": 0,
 }
 """The keys of simulate.engine roofline, and their values where they are not given: Qwen2.5-1.5B on an H100 SXM."""

@@ -48,7 +48,9 @@ def simulate(config: Config) -> list[Event]:
 
 def _contention(simulation: Simulate) -> Contention | None:
     engine, trainer = simulation.engine_slowdown or 1.0, simulation.trainer_slowdown or 1.0
-    return Contention(engine=engine, trainer=trainer) if max(engine, trainer) > 1 else None
+    if max(engine, trainer) == 1:
+        return None
+    return Contention(engine=engine, trainer=trainer, units=simulation.micro_batches or 1)
 
 
 def _lengths(config: Config) -> Lengths:

@@ -19,9 +19,9 @@ class Pace:
     pass_s, row_s, cached_s, prefill_s: a pass of the engine takes pass_s, and of these one for each rollout under way,
     each token in their caches, and each token of a prompt; rate: operations a second of the trainer's passes; update_s:
     of an optimizer step; rest_s: beside them, for each token that is trained; sync_s: from trained to published;
-    score_s: of a rollout; engine_slowdown, trainer_slowdown: how many times as long each takes while both work; device:
-    what it ran on, as torch calls it; source: the runs that it is from; assumed: of engine and trainer, whose slowdown
-    no run has shown.
+    lead_s: from a batch that is taken to the trainer's beginning, which waits for canaries; score_s: of a rollout;
+    engine_slowdown, trainer_slowdown: how many times as long each takes while both work; device: what it ran on, as
+    torch calls it; source: the runs that it is from; assumed: of engine and trainer, whose slowdown no run has shown.
     """
 
     pass_s: float
@@ -32,6 +32,7 @@ class Pace:
     update_s: float
     rest_s: float
     sync_s: float
+    lead_s: float
     score_s: float
     engine_slowdown: float
     trainer_slowdown: float

@@ -6,6 +6,7 @@ measured stands beside what would have been said.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -207,8 +208,8 @@ def _schedule(run_ahead: float, figures: Mapping[str, Any], job: InProcessJob, *
 def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) -> dict[str, Any]:
     """Settings of the simulation of a recipe at a measured pace.
 
-    The first token of an answer comes out of its prompt's pass. A prompt is computed once for its group, so each of its
-    rollouts has a share of it to compute, and all of it to read.
+    The first token of an answer comes out of its prompt's pass, which is a pass all the same. A prompt is computed once
+    for its group, so each of its rollouts has a share of it to compute, and all of it to read.
     """
     answers, kv_bytes = job.answers, job.shape.kv_bytes_per_token(job.engine_bytes)
     later = max(0.0, answers.mean - 1) / answers.mean
@@ -222,28 +223,34 @@ def times(config: Config, job: InProcessJob, workload: Workload, found: Pace) ->
         "simulate.lengths": workload.lengths,
         "simulate.mean_length": workload.mean,
         "simulate.longest": workload.longest,
-        "simulate.overhead_s": later * found.pass_s,
+        "simulate.overhead_s": found.pass_s,
         "simulate.rollout_s": later * (found.row_s + found.cached_s * shared),
         "simulate.weight_bytes": 1.0,  # read in pass_s
         "simulate.kv_bytes_per_token": kv_bytes,
         "simulate.bandwidth_bytes_per_s": kv_bytes / (later * found.cached_s) if later * found.cached_s else 1e18,
         "simulate.prompt_tokens": answers.prompt / job.group,
         "simulate.train_time": train_step_s(config, job, found),
-        "simulate.sync_time": found.sync_s,
+        "simulate.sync_time": found.sync_s + found.lead_s,
         "simulate.score_time": found.score_s,
         "simulate.engine_slowdown": found.engine_slowdown,
         "simulate.trainer_slowdown": found.trainer_slowdown,
+        "simulate.micro_batches": math.ceil(batch_tokens(job) / job.micro_batch_tokens) * config.train.passes,
     }
     if found.prefill_s:
         values["simulate.prefill_tokens_per_s"] = 1 / found.prefill_s
     return values
 
 
+def batch_tokens(job: InProcessJob) -> float:
+    """The prompt of a group is computed once."""
+    return job.batch * job.answers.mean + job.batch / job.group * job.answers.prompt
+
+
 def train_step_s(config: Config, job: InProcessJob, found: Pace) -> float:
     """Of a batch, alone: passes over its tokens, optimizer steps, and what the trainer does beside them."""
     answers = job.answers
     prompts = job.batch / job.group
-    tokens = job.batch * answers.mean + prompts * answers.prompt
+    tokens = batch_tokens(job)
     square = fmean(length * length for length in answers.lengths)
     pairs = job.batch * (answers.mean * answers.prompt + square / 2) + prompts * answers.prompt**2 / 2
     updates = config.train.optimizer_steps * config.train.passes

@@ -45,7 +45,8 @@ class Measured:
     """A run that is over, as a plan would describe it.
 
     config: as it was run; device: as torch calls it; peak_bytes; work: of all train steps but the first of the run and
-    the first after each resume; rest_s: of the trainer beside its work, for each token that it trained.
+    the first after each resume; rest_s: of the trainer beside its work, for each token that it trained;
+    trainer_s: of its thread, by version.
     """
 
     run: RunRecord
@@ -55,6 +56,7 @@ class Measured:
     shape: ModelShape
     work: Sequence[Work]
     rest_s: float
+    trainer_s: Mapping[int, float]
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ def measured(folder: Path) -> Measured:
         shape=find_model(config.model.path or ""),
         work=work,
         rest_s=max(0.0, beside_s / tokens) if tokens else 0.0,
+        trainer_s={row["version"]: row["trainer_s"] for row in counted},
     )
 
 
@@ -151,6 +154,7 @@ def pace(runs: Sequence[Measured]) -> Pace:
         update_s=_mean_s(work, "update") + _mean_s(work, "critic update"),
         rest_s=fmean(run.rest_s for run in runs),
         sync_s=fmean(fmean(_recording(run).sync.seen_s.values()) for run in runs),
+        lead_s=fmean(_lead_s(run) for run in runs),
         score_s=fmean(_score_s(run) for run in runs),
         engine_slowdown=decoding.slowdown,
         trainer_slowdown=trainer_slowdown,
@@ -281,6 +285,13 @@ def _mean_s(rows: Iterable[Work], kind: str) -> float:
     found = _alone([row for row in rows if row["kind"] == kind])
     num = sum(row["num"] for row in found)
     return sum(row["seconds"] for row in found) / num if num else 0.0
+
+
+def _lead_s(run: Measured) -> float:
+    """Of a train step, what its trainer's thread knows nothing of."""
+    steps = _recording(run).train.seen_s  # by the version that a step begins from
+    leads = [took_s - run.trainer_s[version + 1] for version, took_s in steps.items() if version + 1 in run.trainer_s]
+    return max(0.0, fmean(leads)) if leads else 0.0
 
 
 def _seconds(work: Iterable[Work]) -> float:

@@ -95,6 +95,7 @@ def pace_rows(plan: HerePlan, pace: Pace) -> list[tuple[str, str, str]]:
         ("an optimizer step", f"{pace.update_s:.3g} s", ""),
         ("the rest of a train step", f"{pace.rest_s * 1e6:,.0f} us a token", "advantages, packing, diagnostics"),
         ("new weights", f"{pace.sync_s:.3g} s", "from trained to published"),
+        ("the trainer begins", f"{pace.lead_s:.3g} s", "after a batch is taken, when the canaries are sampled"),
         (
             "while both work",
             f"{pace.engine_slowdown:.2f}, {pace.trainer_slowdown:.2f}",

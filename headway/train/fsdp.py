@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -130,14 +132,16 @@ class FsdpTrainer:
 
     def save(self, folder: Path) -> None:
         """Each rank writes its own shards."""
-        dcp.save(self._state(), checkpoint_id=folder / FOLDER)
+        save(self._state(), checkpoint_id=folder / FOLDER)
 
     def load(self, folder: Path) -> None:
         """From any number of ranks. Raises UserError where the checkpoint is damaged."""
         state, optimizer = self._state(), self._optimizer
         try:
-            dcp.load(state, checkpoint_id=folder / FOLDER)  # weights in place
-        except (RuntimeError, OSError, ValueError, KeyError, dist.checkpoint.api.CheckpointException) as error:
+            load(state, checkpoint_id=folder / FOLDER)  # weights in place
+        except CheckpointException as error:  # no Exception of Python's
+            raise broken(folder, RuntimeError(str(error))) from None
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
             raise broken(folder, error) from None
         set_optimizer_state_dict(self._policy.model, optimizer.adam, state["optimizer"])
         optimizer.steps_taken, optimizer.steps_skipped = state["steps_taken"], state["steps_skipped"]
@@ -170,7 +174,7 @@ class _Pass(torch.nn.Module):
 
 def _divided(module: _Pass, mesh: DeviceMesh, *, half: bool, checkpointing: bool = False, offload: bool = False) -> Any:
     """Layer by layer, and what is in none of them together."""
-    waiting: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    waiting: OffloadPolicy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in _layers(module.model):

@@ -185,7 +185,7 @@ def test_other_batches_have_the_same_layout_and_their_own_lanes(planned):
 
 def test_the_smallest_micro_batch_that_hides_what_zero_sends_is_chosen():
     """On one machine arithmetic hides it soon; on two, with the network between them, a larger one is needed."""
-    near, far = (asked(longest="256", num_gpus=num) for num in ("8", "16"))
+    near, far = (asked(num_gpus=num) for num in ("8", "16"))
     chosen = {
         each.hardware.num: {one.training: one.placed.job.training.micro_batch_tokens for one in layouts(each)}
         for each in (near, replace(far, batch=2048))

@@ -112,7 +112,7 @@ def test_the_recommended_schedule_is_written_as_a_recipe(tmp_path):
     config = resolve(written).config
     assert config.run.name == "mine"
     assert config.run.out is None
-    assert config.simulate.overhead_s == pytest.approx(11 / 12 * known.PASS_S, rel=0.02)
+    assert config.simulate.overhead_s == pytest.approx(known.PASS_S)
     assert config.schedule.run_ahead == planned(folder, folder).chosen.run_ahead  # type: ignore[union-attr]
     refused = run(folder, "--write", tmp_path / "no.toml")
     assert "without --calibrate RUN no schedule was simulated" in str(refused.exception)
@@ -138,7 +138,7 @@ def test_a_recipe_has_the_lengths_of_the_run_it_is_calibrated_on(tmp_path):
         "[schedule]\nbatch_size = 32\ngroup_size = 8\n"
     )
     of_run, of_recipe = planned(folder, folder), planned(recipe, folder)
-    assert of_recipe.job.answers.mean == pytest.approx(of_run.job.answers.mean)
+    assert of_recipe.job.answers.mean == pytest.approx(of_run.job.answers.mean, rel=0.02)
     assert of_recipe.own.step_s == pytest.approx(of_run.own.step_s, rel=0.1)  # type: ignore[union-attr]
     origins = {item.name: item.origin for item in of_recipe.assumptions}
     assert origins["simulate.lengths"] == f"as in {folder}"
@@ -152,7 +152,7 @@ def test_a_recipe_has_the_lengths_of_the_run_it_is_calibrated_on(tmp_path):
 def test_the_recipes_own_schedule_is_simulated(tmp_path, words):
     folder = recorded(tmp_path / "run", *ROOFLINE, "--schedule.run-ahead=1", slowdown=1.0)
     usual, other = planned(folder, folder), planned(folder, folder, overrides=words)
-    assert other.own.step_s != pytest.approx(usual.own.step_s, rel=0.01)  # type: ignore[union-attr]
+    assert other.own != usual.own  # a simulation of the same gives the same to the last bit
 
 
 @pytest.mark.parametrize(

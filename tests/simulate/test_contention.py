@@ -15,11 +15,11 @@ SECOND = Machine(overhead_s=1.0, weight_bytes=1e-9, kv_bytes_per_token=0.0, band
 """A decode step takes a second."""
 
 
-def ends(*, tokens, train_at_s, train_s, slowdowns=(2.0, 2.0), prefill=None):
+def ends(*, tokens, train_at_s, train_s, slowdowns=(2.0, 2.0), units=1, prefill=None):
     """Of one rollout from 0 on, and of one train step -> when each ends."""
 
     async def program():
-        contention = Contention(engine=slowdowns[0], trainer=slowdowns[1])
+        contention = Contention(engine=slowdowns[0], trainer=slowdowns[1], units=units)
         engine = Roofline(SECOND, prefill or Prefill(), contention)
         time = asyncio.get_running_loop().time
 
@@ -42,9 +42,12 @@ def test_both_go_half_as_fast_while_both_work():
     assert ends(tokens=10, train_at_s=3, train_s=4) == pytest.approx([14, 11])
 
 
-def test_who_is_left_goes_on_at_full_speed():
-    """From 3 to 7 the engine's last 2 tokens; the trainer has done 2 s of 4 by then."""
-    assert ends(tokens=5, train_at_s=3, train_s=4) == pytest.approx([7, 9])
+def test_a_micro_batch_keeps_the_share_that_it_began_with():
+    """The engine's last 1.5 tokens take until 6. A train step of 3 s takes 6 as one micro-batch; of three, the last
+    begins at 7, when the engine has ended.
+    """
+    assert ends(tokens=4.5, train_at_s=3, train_s=3) == pytest.approx([6, 9])
+    assert ends(tokens=4.5, train_at_s=3, train_s=3, units=3) == pytest.approx([6, 8])
 
 
 def test_what_is_being_prefilled_is_slowed_down_too():

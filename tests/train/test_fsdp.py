@@ -32,7 +32,7 @@ def test_ten_steps_are_those_of_the_local_trainer(num, micro_batch_tokens, tmp_p
     check_equal(on_ranks(ranked.ten_steps, num, tmp_path, micro_batch_tokens=micro_batch_tokens))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_other_architectures(architecture, tmp_path):
     check_equal(on_ranks(ranked.ten_steps, 2, tmp_path, architecture=architecture), within=1e-4)
 

@@ -16,8 +16,9 @@ GRPO = objective("grpo", kl_coefficient=0, corrections=["tis"], reduction="token
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("optimizer_steps", [1, 2])
-def test_every_micro_batch_is_trained_once_and_all_make_as_many_passes(num_ranks, optimizer_steps):
-    batch = prepared(GRPO, many_groups(), budget=20, optimizer_steps=optimizer_steps)
+def test_every_micro_batch_is_trained_once_and_all_make_as_many_passes(policy, num_ranks, optimizer_steps):
+    trainer = make_trainer(policy)
+    batch = prepared(GRPO, many_groups(), budget=20, optimizer_steps=optimizer_steps, trainer=trainer)
     shares = [share(batch, rank, num_ranks) for rank in range(num_ranks)]
     for place, part in enumerate(batch.optimizer_steps):
         hands = [one.optimizer_steps[place] for one in shares]
