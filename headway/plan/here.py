@@ -74,9 +74,9 @@ class Beside:
 @dataclass(frozen=True)
 class HerePlan:
     """budget: bytes that may be planned with; assumed: what the verdict stands on and nobody said; pace: None where no
-    run was given to calibrate on; decode: of passes that had the machine to themselves rollouts, cached tokens and
-    seconds; schedules: none without a pace; own: that of the recipe; chosen: the recommended one; recipe: the file it
-    was planned from; settings: those of the command line, and simulation: those of its schedules' simulations, by key;
+    run was given to calibrate on; decode: of passes without a prompt rollouts, cached tokens and seconds, as if alone;
+    schedules: none without a pace; own: that of the recipe; chosen: the recommended one; recipe: the file it was
+    planned from; settings: those of the command line, and simulation: those of its schedules' simulations, by key;
     beside: None where a recipe was planned.
     """
 

@@ -81,7 +81,7 @@ def plan(
         assumptions=tuple(workload.assumptions),
         assumed=_assumed(workload, known),
         pace=found,
-        decode=_decode_points(runs),
+        decode=_decode_points(runs, found),
         schedules=_simulated(recipe, words, resolved.config, job, simulation, progress) if found else (),
         recipe=recipe,
         settings=said(resolved),
@@ -265,11 +265,16 @@ def train_step_s(config: Config, job: InProcessJob, found: Pace) -> float:
 # ---- measured
 
 
-def _decode_points(runs: Sequence[Measured]) -> tuple[tuple[float, float, float], ...]:
-    """Of passes of like size that had the machine to themselves: rollouts, tokens in their caches, and seconds."""
-    rows = [row for run in runs for row in run.work if row["kind"] == "pass" and row["share"] == 1.0]
-    alone = [row for row in rows if not row["prefill"]]
-    return tuple((row["rows"] / row["num"], row["cached"] / row["num"], row["seconds"] / row["num"]) for row in alone)
+def _decode_points(runs: Sequence[Measured], found: Pace | None) -> tuple[tuple[float, float, float], ...]:
+    """Of passes of like size without a prompt: rollouts, tokens in their caches, and seconds, as if alone."""
+    if found is None:
+        return ()
+    passes = [row for run in runs for row in run.work if row["kind"] == "pass" and not row["prefill"]]
+    slowness = [1.0 if row["share"] == 1.0 else found.engine_slowdown for row in passes]
+    return tuple(
+        (row["rows"] / row["num"], row["cached"] / row["num"], row["seconds"] / row["num"] / slow)
+        for row, slow in zip(passes, slowness, strict=True)
+    )
 
 
 def _beside(run: Measured) -> Beside:

@@ -35,8 +35,8 @@ def page(plan: HerePlan) -> str:
         figures["decoding"] = _decoding(plan, plan.pace)
         captions["decoding"] = (
             "A pass of the engine",
-            "Points: passes of like size in the runs that it is calibrated on, without a prompt in them and with the "
-            "machine to themselves. Line: what is reckoned with, at the mean length of those runs.",
+            "Points: passes of like size in the runs that it is calibrated on, without a prompt in them; what training "
+            "beside them slowed down is taken off. Line: what is reckoned with, at the mean length of those runs.",
         )
         figures["schedules"] = _schedules(plan)
         captions["schedules"] = (
