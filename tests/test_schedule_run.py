@@ -222,9 +222,9 @@ def test_rollouts_over_their_deadline_are_interrupted(play, monkeypatch):
     """Tokens of 2 ms, 50 ms for 40 of them."""
     next_tokens = TorchEngine._next_tokens
 
-    def slowly(engine: TorchEngine) -> None:
+    def slowly(engine: TorchEngine) -> Any:
         time.sleep(0.002)
-        next_tokens(engine)
+        return next_tokens(engine)
 
     monkeypatch.setattr(TorchEngine, "_next_tokens", slowly)
     played = play(schedule__deadline_s=0.05)

@@ -36,7 +36,8 @@ def on_ranks(program: Program, num: int, folder: Path, **options: Any) -> list[d
 
 def _rank(rank: int, num: int, program: Program, folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'meeting-{num}'}", rank=rank, world_size=num)
+    meeting = folder / f"meeting-of-{num}-{program.__name__}"  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num)
     try:
         found = program(init_device_mesh("cpu", (num,)), folder, options)
         torch.save(found, folder / f"rank-{rank}.pt")
