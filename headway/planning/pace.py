@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,7 @@ from headway.plan.roofline import Efficiency
 from headway.plan.shapes import ModelShape
 from headway.reports.metrics import is_number
 from headway.reports.record import WORK, RunRecord, read_run
-from headway.simulate.recording import read_recording
+from headway.simulate.recording import Recording, read_recording
 from headway.types import UserError
 
 ENOUGH_STEPS = 2
@@ -61,6 +62,10 @@ class Measured:
     @property
     def name(self) -> str:
         return str(self.run.folder)
+
+    @cached_property
+    def recording(self) -> Recording:
+        return read_recording(self.run.folder, self.config.run.seed)
 
 
 def measured(folder: Path) -> Measured:
@@ -153,7 +158,7 @@ def pace(runs: Sequence[Measured]) -> Pace:
         rate=rate,
         update_s=_mean_s(work, "update") + _mean_s(work, "critic update"),
         rest_s=fmean(run.rest_s for run in runs),
-        sync_s=fmean(fmean(_recording(run).sync.seen_s.values()) for run in runs),
+        sync_s=fmean(fmean(run.recording.sync.seen_s.values()) for run in runs),
         lead_s=fmean(_lead_s(run) for run in runs),
         score_s=fmean(_score_s(run) for run in runs),
         engine_slowdown=decoding.slowdown,
@@ -289,7 +294,7 @@ def _mean_s(rows: Iterable[Work], kind: str) -> float:
 
 def _lead_s(run: Measured) -> float:
     """Of a train step, what its trainer's thread knows nothing of."""
-    steps = _recording(run).train.seen_s  # by the version that a step begins from
+    steps = run.recording.train.seen_s  # by the version that a step begins from
     leads = [took_s - run.trainer_s[version + 1] for version, took_s in steps.items() if version + 1 in run.trainer_s]
     return max(0.0, fmean(leads)) if leads else 0.0
 
@@ -298,12 +303,8 @@ def _seconds(work: Iterable[Work]) -> float:
     return sum(row["seconds"] for row in work if row["kind"] != "pass")
 
 
-def _recording(run: Measured) -> Any:
-    return read_recording(run.run.folder, run.run.setting("run.seed", 0))
-
-
 def _score_s(run: Measured) -> float:
-    graded = _recording(run).rollouts.graded.values()
+    graded = run.recording.rollouts.graded.values()
     return fmean(each.score_s for each in graded) if graded else 0.0
 
 

@@ -52,6 +52,7 @@ def train_step(
     optimizer are left as they are. ranks: those that train together, of which each calls this with its share of the
     batch (`train.ranks.share`) and gets the result of all.
     """
+    assert ranks is None or critic is None, "a critic's gradients are not added up over ranks"
     step = _TrainStep(trainer, critic, objective, batch, train_policy)
     for number_of_pass in range(passes):
         for place, part in enumerate(batch.optimizer_steps):

@@ -113,7 +113,7 @@ def test_the_recommended_schedule_is_written_as_a_recipe(tmp_path):
     assert config.run.name == "mine"
     assert config.run.out is None
     assert config.simulate.overhead_s == pytest.approx(known.PASS_S)
-    assert config.schedule.run_ahead == planned(folder, folder).chosen.run_ahead  # type: ignore[union-attr]
+    assert config.schedule.run_ahead == planned(folder, folder).chosen.run_ahead
     refused = run(folder, "--write", tmp_path / "no.toml")
     assert "without --calibrate RUN no schedule was simulated" in str(refused.exception)
 
@@ -139,7 +139,7 @@ def test_a_recipe_has_the_lengths_of_the_run_it_is_calibrated_on(tmp_path):
     )
     of_run, of_recipe = planned(folder, folder), planned(recipe, folder)
     assert of_recipe.job.answers.mean == pytest.approx(of_run.job.answers.mean, rel=0.02)
-    assert of_recipe.own.step_s == pytest.approx(of_run.own.step_s, rel=0.1)  # type: ignore[union-attr]
+    assert of_recipe.own.step_s == pytest.approx(of_run.own.step_s, rel=0.1)
     origins = {item.name: item.origin for item in of_recipe.assumptions}
     assert origins["simulate.lengths"] == f"as in {folder}"
     longer = here.plan(recipe, Options(mean_tokens="3"), None, [], [folder])

@@ -30,13 +30,13 @@ Program = Callable[[DeviceMesh, Path, dict[str, Any]], dict[str, Any]]
 
 def on_ranks(program: Program, num: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """What the program gives on each of `num` ranks."""
-    mp.spawn(_rank, (num, program, folder, options), nprocs=num)  # type: ignore[no-untyped-call]
+    mp.spawn(_rank, (num, program, folder, options), nprocs=num)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(num)]
 
 
 def _rank(rank: int, num: int, program: Program, folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    meeting = folder / f"meeting-of-{num}-{program.__name__}"  # type: ignore[attr-defined]
+    meeting = folder / f"meeting-of-{num}-{program.__name__}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num)
     try:
         found = program(init_device_mesh("cpu", (num,)), folder, options)
